@@ -1,0 +1,109 @@
+"""`GradientClipping`: three bounds on gradients, applied once per update.
+
+The optimizer applies them after accumulation and after the replicas are reduced, before the
+weight decay. Pure functions of gradients; which gradients form a group is `_optimizer`'s.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import tensorflow as tf
+
+from tfloop import _sparse
+from tfloop._messages import described
+from tfloop._sparse import Gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientClipping:
+    """A bound on the gradients of one group; made by one of the three constructors.
+
+    Sparse gradients are deduplicated first, so they are clipped as the dense ones would be. A
+    norm that isn't finite makes the clipped gradients NaN, never silent zeros. Below the
+    bound a gradient is bit-equal to what it was.
+
+    Example:
+      >>> import tfloop
+      >>> tfloop.GradientClipping.by_global_norm(1.0)
+      GradientClipping.by_global_norm(1.0)
+    """
+
+    kind: Literal["value", "norm", "global_norm"]
+    limit: float
+
+    @classmethod
+    def by_value(cls, limit: float) -> "GradientClipping":
+        """Clamps every element:  min(max(g, -limit), limit).
+
+        Args:
+          limit: Positive, in units of the gradient.
+        """
+        return cls("value", _positive("by_value(limit)", limit))
+
+    @classmethod
+    def by_norm(cls, max_norm: float) -> "GradientClipping":
+        """Bounds the norm of each gradient alone:  g * min(1, max_norm / ||g||).
+
+        Keras calls this `clipnorm`. For one bound over all gradients take `by_global_norm`.
+
+        Args:
+          max_norm: Positive, in units of the gradient.
+        """
+        return cls("norm", _positive("by_norm(max_norm)", max_norm))
+
+    @classmethod
+    def by_global_norm(cls, max_norm: float) -> "GradientClipping":
+        """Bounds the norm over all gradients of the group together.
+
+            g * min(1, max_norm / sqrt(sum over the group of ||g||^2))
+
+        Args:
+          max_norm: Positive, in units of the gradient.
+        """
+        return cls("global_norm", _positive("by_global_norm(max_norm)", max_norm))
+
+    def clip(self, grads: list[Gradient]) -> list[Gradient]:
+        """Clips the gradients of one group; shapes, dtypes and order are kept."""
+        grads = [_sparse.deduplicate(grad) for grad in grads]
+        if not grads:
+            return grads
+        if self.kind == "value":
+            return [_sparse.map_values(self._clamp, grad) for grad in grads]
+        squares = [_sparse.squared_norm(grad) for grad in grads]
+        if self.kind == "global_norm":
+            dtype = _sparse.accumulation_dtype(*(square.dtype for square in squares))
+            squares = [tf.add_n([tf.cast(square, dtype) for square in squares])] * len(grads)
+        return [
+            _sparse.map_values(lambda t, f=self._factor(square): t * tf.cast(f, t.dtype), grad)
+            for grad, square in zip(grads, squares, strict=True)
+        ]
+
+    def _clamp(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tf.clip_by_value(tensor, -self.limit, self.limit)
+
+    def _factor(self, square: tf.Tensor) -> tf.Tensor:
+        """min(1, limit / norm), or NaN: an infinite norm would give 0 and hide its cause."""
+        norm = tf.sqrt(square)
+        limit = tf.constant(self.limit, norm.dtype)
+        nan = tf.constant(math.nan, norm.dtype)
+        return tf.where(tf.math.is_finite(norm), limit / tf.maximum(norm, limit), nan)
+
+    def __repr__(self) -> str:
+        return f"GradientClipping.by_{self.kind}({self.limit!r})"
+
+
+def _positive(call: str, limit: float) -> float:
+    """A bound must be a positive number."""
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise TypeError(
+            f"`GradientClipping.{call}` needs a number: got {described(limit)}, expected a "
+            "positive float. The bound is fixed when a step is traced. "
+            "Write `GradientClipping.by_global_norm(1.0)`."
+        )
+    if not (math.isfinite(limit) and limit > 0):
+        raise ValueError(
+            f"`GradientClipping.{call}` needs a positive bound: got {limit!r}, expected a finite "
+            "float above 0. No clipping is `clipping=None`."
+        )
+    return float(limit)

@@ -1,0 +1,56 @@
+"""Words that several error messages share: short lists, near misses, names of things.
+
+Only formatting lives here. What is wrong, and how to mend it, is said next to each `raise`.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+
+_MOST_SHOWN = 5
+
+
+def listed(names: Iterable[object]) -> str:
+    """Quotes at most five names and counts the rest: `'a', 'b' and 3 more`."""
+    quoted = [repr(name) for name in names]
+    shown = ", ".join(quoted[:_MOST_SHOWN])
+    hidden = len(quoted) - _MOST_SHOWN
+    return f"{shown} and {hidden} more" if hidden > 0 else shown or "none"
+
+
+def near_misses(wanted: str, known: Collection[str], most: int = 3) -> list[str]:
+    """The known names that somebody who typed `wanted` may have meant, best first.
+
+    Spelling is compared without case and punctuation, over the whole name and over its
+    words, so that `layer_norm` finds `encoder.layernorm.gamma`.
+    """
+
+    def folded(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    target = folded(wanted)
+    scores = {}
+    for name in known:
+        forms = [folded(name), *(folded(word) for word in name.split("."))]
+        ratios = [difflib.SequenceMatcher(None, target, form).ratio() for form in forms]
+        contains = 0.9 if target and target in folded(name) else 0.0
+        scores[name] = max(*ratios, contains)
+    close = sorted((name for name in scores if scores[name] >= 0.6), key=lambda n: -scores[n])
+    return close[:most]
+
+
+def did_you_mean(wanted: str, known: Collection[str]) -> str:
+    """A sentence with the near misses, or an empty string where nothing is near."""
+    close = near_misses(wanted, known)
+    return f" Did you mean {listed(close)}?" if close else ""
+
+
+def described(thing: object) -> str:
+    """Names an object as its owner would: `'encoder' (Functional)`, `float 0.5`, `dict(g, d)`."""
+    kind = type(thing).__name__
+    if isinstance(thing, dict):
+        return f"dict({', '.join(str(key) for key in thing)})"
+    if isinstance(thing, (bool, int, float, str)) or thing is None:
+        return f"{kind} {thing!r}" if thing is not None else "None"
+    name = getattr(thing, "name", None)
+    return f"{name!r} ({kind})" if isinstance(name, str) else f"an object of type {kind}"

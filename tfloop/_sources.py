@@ -1,0 +1,201 @@
+"""Where batches come from: arrays in memory, or a `tf.data.Dataset`.
+
+A source knows its rows and their order: epoch `e` under seed `s` is one fixed order, whatever
+the threads do. Positions, workers and the user's batcher are `data`'s.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfloop._messages import listed
+
+_SHUFFLE_BYTES = 256 * 2**20
+_UNKNOWN_ITEM_BYTES = 16 * 2**10
+
+_MSG_NO_SOURCE = (
+    "`DataLoader(dataset)` can't draw batches from this: got {kind}{where}, expected a "
+    "`tf.data.Dataset` of single items, a NumPy array or tensor, or a dict or tuple of these. "
+    "{cause} {fix}"
+)
+
+
+class ArraySource:
+    """Arrays of equal length: row numbers are shuffled, then whole batches are gathered.
+
+    Shuffling numbers costs nothing beside shuffling rows, and one gather a batch replaces the
+    per-item work of `tf.data`. The arrays are copied once, into host memory.
+    """
+
+    def __init__(self, arrays: Any, *, batch_size: int, drop_last: bool, shuffle: int | None):
+        """Checks the lengths and takes the copy."""
+        with tf.device("CPU:0"):
+            self._arrays = _tensors(arrays, "")
+        self.num_items: int = _common_length(self._arrays)
+        self._batch_size, self._drop_last, self._shuffle = batch_size, drop_last, shuffle
+
+    def batches(self, epoch: int, start: int, stop: float, workers: dict[str, Any]) -> Any:
+        """The batches `start` to `stop` of an epoch, as a `tf.data.Dataset`."""
+        size, order = self._batch_size, self._order(epoch)
+        count = self.num_items // size if self._drop_last else -(-self.num_items // size)
+
+        @tf.autograph.experimental.do_not_convert
+        def rows(number: tf.Tensor) -> Any:
+            window = slice(number * size, (number + 1) * size)
+            if order is None:
+                batch = tf.nest.map_structure(lambda array: array[window], self._arrays)
+            else:
+                picked = order[window]
+                batch = tf.nest.map_structure(lambda array: tf.gather(array, picked), self._arrays)
+            if self._drop_last:
+                for tensor in tf.nest.flatten(batch):
+                    tensor.set_shape([size, *tensor.shape[1:]])
+            return batch
+
+        return tf.data.Dataset.range(start, min(stop, count)).map(rows, **workers)
+
+    def _order(self, epoch: int) -> tf.Tensor | None:
+        if self._shuffle is None:
+            return None
+        generator = np.random.Generator(np.random.PCG64([self._shuffle, epoch]))
+        with tf.device("CPU:0"):
+            return tf.constant(generator.permutation(self.num_items))
+
+
+class DatasetSource:
+    """The items of a `tf.data.Dataset`, shuffled through a buffer that is as large as is sane."""
+
+    def __init__(
+        self, dataset: Any, *, batch_size: int, drop_last: bool, shuffle: int | None
+    ) -> None:
+        """Keeps the data set; nothing is read before the first batch."""
+        self._dataset, self._shuffle = dataset, shuffle
+        self._batch_size, self._drop_last = batch_size, drop_last
+        cardinality = int(dataset.cardinality())
+        if cardinality == tf.data.UNKNOWN_CARDINALITY:
+            self.num_items: int | float | None = None
+        else:
+            self.num_items = math.inf if cardinality == tf.data.INFINITE_CARDINALITY else cardinality
+        self._shuffled = tf.function(self._shuffle_by, autograph=False)
+
+    def batches(self, epoch: int, start: int, stop: float, workers: dict[str, Any]) -> Any:
+        """The batches `start` to `stop` of an epoch, as a `tf.data.Dataset`."""
+        dataset = self._dataset
+        if self._shuffle is not None:
+            # One int64 for (seed, epoch): `shuffle` takes no more.
+            entropy = np.random.SeedSequence([self._shuffle, epoch]).generate_state(1, np.uint64)
+            dataset = self._shuffled(tf.constant(int(entropy[0]) >> 1, tf.int64))
+        batches = dataset.batch(self._batch_size, drop_remainder=self._drop_last).skip(start)
+        return batches if stop == math.inf else batches.take(stop - start)
+
+    def _shuffle_by(self, seed: tf.Tensor) -> Any:
+        # `shuffle` mixes its seed with the global one. In a traced function the global seed is
+        # the function's own, so pinning it here leaves the order to `seed` alone.
+        tf.random.set_seed(1)
+        known = self.num_items if self.num_items is not None else math.inf
+        buffer = max(1, min(known, _SHUFFLE_BYTES // _item_bytes(self._dataset.element_spec)))
+        return self._dataset.shuffle(buffer, seed=seed, reshuffle_each_iteration=False)
+
+
+def source_of(data: Any, **options: Any) -> ArraySource | DatasetSource:
+    """The source for what the user handed over.
+
+    Raises:
+      TypeError: `data` is neither a data set nor arrays; the message knows the common mistakes.
+    """
+    if isinstance(data, tf.data.Dataset):
+        return DatasetSource(data, **options)
+    if isinstance(data, tf.distribute.DistributedDataset):
+        raise _no_source(
+            data,
+            cause="It is batched and spread over replicas already.",
+            fix="Load first, distribute after: `tfloop.compile(step, strategy=strategy)`.",
+        )
+    if isinstance(data, Iterator) or callable(data):
+        raise _no_source(
+            data,
+            cause="A generator can't be rewound, counted or resumed.",
+            fix="Collect it, or wrap it: `tf.data.Dataset.from_generator(make, "
+            "output_signature=spec)`.",
+        )
+    return ArraySource(data, **options)
+
+
+def _tensors(data: Any, where: str) -> Any:
+    """The same structure with a host tensor per array; lists become tuples, as in `tf.data`."""
+    if isinstance(data, Mapping):
+        return type(data)({key: _tensors(data[key], f"{where}[{key!r}]") for key in data})
+    if isinstance(data, (tuple, list)):
+        parts = [_tensors(part, f"{where}[{index}]") for index, part in enumerate(data)]
+        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
+    if isinstance(data, tf.RaggedTensor | tf.SparseTensor):
+        raise _no_source(
+            data,
+            where,
+            cause="Its rows have no common shape to gather.",
+            fix="Use `tf.data.Dataset.from_tensor_slices(data)`.",
+        )
+    if isinstance(data, str) or not (tf.is_tensor(data) or hasattr(data, "__array__")):
+        raise _no_source(
+            data,
+            where,
+            cause="A list of numbers isn't an array.",
+            fix="Wrap it: `numpy.asarray(data)`.",
+        )
+    tensor = tf.identity(data) if tf.is_tensor(data) else tf.constant(np.asarray(data))
+    if tensor.shape.rank == 0:
+        raise ValueError(
+            f"`DataLoader(dataset)` can't batch a scalar: got shape (){_at(where)}, expected a "
+            "leading axis of items. Repeat it per item: `numpy.full(num_items, value)`."
+        )
+    return tensor
+
+
+def _common_length(arrays: Any) -> int:
+    named = list(_named(arrays, ""))
+    if not named:
+        raise ValueError(
+            "`DataLoader(dataset)` holds no arrays: got an empty structure, expected at least "
+            "one array. Pass `DataLoader((images, labels), batch_size=64)`."
+        )
+    lengths = {int(tensor.shape[0]) for _, tensor in named}
+    if len(lengths) > 1:
+        table = listed(f"{name or 'array'}: {tensor.shape[0]}" for name, tensor in named)
+        raise ValueError(
+            f"`DataLoader(dataset)` needs arrays of one length: got {table}, expected the same "
+            "number of items in each. Cut them alike before: `array[:num_items]`."
+        )
+    return lengths.pop()
+
+
+def _named(arrays: Any, where: str) -> Iterator[tuple[str, tf.Tensor]]:
+    if isinstance(arrays, Mapping):
+        for key in arrays:
+            yield from _named(arrays[key], f"{where}[{key!r}]")
+    elif isinstance(arrays, tuple):
+        for index, part in enumerate(arrays):
+            yield from _named(part, f"{where}[{index}]")
+    else:
+        yield where, arrays
+
+
+def _item_bytes(spec: Any) -> int:
+    """Bytes of one item, guessed where a shape or a string's length is unknown; at least 1."""
+    sizes = []
+    for part in tf.nest.flatten(spec):
+        known = isinstance(part, tf.TensorSpec) and part.shape.is_fully_defined()
+        fixed = known and part.dtype != tf.string
+        sizes.append(part.shape.num_elements() * part.dtype.size if fixed else _UNKNOWN_ITEM_BYTES)
+    return max(1, sum(sizes))
+
+
+def _at(where: str) -> str:
+    return f" at `dataset{where}`" if where else ""
+
+
+def _no_source(data: object, where: str = "", *, cause: str, fix: str) -> TypeError:
+    kind = f"an object of type {type(data).__name__}"
+    return TypeError(_MSG_NO_SOURCE.format(kind=kind, where=_at(where), cause=cause, fix=fix))

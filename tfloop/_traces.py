@@ -1,0 +1,88 @@
+"""What a compiled step of ours was traced with, so that `compile` can tell when it is stale.
+
+A trace bakes Python state in: which parameters are trainable, which group owns them. Rooms
+that read such state while a trace is being made say so here; `compile` compares fingerprints
+before each call. Knows nothing of models or optimizers.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import tensorflow as tf
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Dependency(Protocol):
+    """Something whose Python state a trace has read."""
+
+    def fingerprint(self) -> object:
+        """Equal as long as a trace made earlier is still right."""
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.recorders: list[dict[int, Dependency]] = []
+
+
+_stack = _Stack()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[int, Dependency]]:
+    """Collects what is read while the block runs, by identity."""
+    found: dict[int, Dependency] = {}
+    _stack.recorders.append(found)
+    try:
+        yield found
+    finally:
+        _stack.recorders.remove(found)
+
+
+def depends_on(thing: Dependency) -> None:
+    """Says that the trace being made, if one is, has read the state of `thing`."""
+    for found in _stack.recorders:
+        found[id(thing)] = thing
+
+
+def is_recorded() -> bool:
+    """Is the trace being made one that `compile` watches over?"""
+    return bool(_stack.recorders) and not tf.executing_eagerly()
+
+
+def eagerly(fn: Callable[[], Any]) -> Any:
+    """Runs `fn` outside any trace that is being made.
+
+    Variables made in a trace raise on the second trace, and `tf.init_scope` doesn't help, since
+    the creators that `tf.function` installs stay in force. A fresh thread has no graph, no
+    creators and no scopes. It has no dtype policy of the caller's either: `fn` must take
+    dtypes from variables.
+    """
+    if tf.executing_eagerly():
+        return fn()
+    outcome: dict[str, Any] = {}
+
+    def target() -> None:
+        try:
+            outcome["value"] = fn()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            outcome["error"] = error
+
+    thread = threading.Thread(target=target, name="tfloop-eager")
+    thread.start()
+    thread.join()
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+def not_converted(fn: _F) -> _F:
+    """Keeps autograph out of our own code, which is slow to convert and gains nothing.
+
+    It stays out of all that is called inside, so a function that calls the user's code back
+    (a view calling a `tf.Module`) isn't decorated.
+    """
+    return functools.wraps(fn)(tf.autograph.experimental.do_not_convert(fn))

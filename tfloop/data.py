@@ -1,0 +1,321 @@
+"""`DataLoader`: batches in an order that can be told again.
+
+Where rows come from is `_sources`'s; this room keeps the place in the epoch, runs the user's
+batcher and hands out batches. Nothing here knows models or gradients.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfloop._arguments import whole_number
+from tfloop._messages import described
+from tfloop._sources import source_of
+
+_MSG_TRACED = (
+    "`iter(loader)` was called inside a `tf.function`: got a graph being traced, expected eager "
+    "code. Batches drawn there would be baked into the graph. Draw them outside, or pass "
+    "`loader.as_dataset()` to the function as an argument."
+)
+_NOTE_BATCHER = (
+    "The `batcher` of a DataLoader is traced as a TensorFlow function of a whole batch, as in "
+    "`tf.data.Dataset.map`. Python code that needs values goes into `tf.numpy_function`."
+)
+
+
+class DataLoader(tf.train.experimental.PythonState):
+    """Batches of arrays or of a `tf.data.Dataset`, epoch by epoch, with exact resume.
+
+    Each `iter()` is the next epoch. The order of an epoch depends on `(shuffle, epoch)` alone:
+    neither `num_workers`, nor the global seed, nor earlier epochs have a say.
+
+    Arrays are copied once into host memory; row numbers are shuffled, and a batch is gathered
+    whole. A `tf.data.Dataset` of single items is shuffled through a buffer: as large as the
+    data where the length is known and 256 MiB hold it, else as many items as these hold (an
+    item of unknown size counts as 16 KiB), and then the shuffle is only local.
+
+    A loader is trackable: in a `tf.train.Checkpoint` it saves its epoch and how many of the
+    epoch's batches were handed out, and after a restore the next `iter()` gives the batches
+    that were left, in order. An epoch that a loop leaves early on purpose is `take(n)`, which
+    ends it; one left by `break` or an exception is resumed. Random numbers drawn inside the
+    batcher aren't part of the order: `tf.data` restarts them with every epoch once a global
+    seed is set.
+
+    Args:
+      dataset: A `tf.data.Dataset` of single items, or a NumPy array, a tensor, or a mapping,
+        tuple or namedtuple of these with one common length. A list comes back as a tuple.
+      batcher: `batcher(batch) -> batch`, run on whole batches in a graph, ahead of the loop.
+      batch_size: Items per batch; the last batch holds what is left.
+      shuffle: The seed, an int of at least 0. None keeps the order of the data.
+      num_workers: Batches prepared at the same time; 0 prepares them one by one, None leaves
+        the number to `tf.data`. The order stays.
+      drop_last: Leave out a last batch that is short.
+      prefetch: Prepare batches while the loop works on another.
+
+    Graph mode: iterate eagerly; inside a `tf.function` use `as_dataset()` as an argument.
+
+    Raises:
+      TypeError: `shuffle` is a bool, a number isn't an int, or `dataset` is a generator, a
+        distributed data set or something else that can't be indexed.
+      ValueError: A number is out of range, the arrays differ in length, or there are none.
+
+    Example:
+      >>> import numpy as np
+      >>> import tfloop
+      >>> loader = tfloop.DataLoader(np.arange(5), lambda batch: 10 * batch, batch_size=2)
+      >>> [batch.numpy().tolist() for batch in loader]
+      [[0, 10], [20, 30], [40]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batcher: Callable[[Any], Any] | None = None,
+        *,
+        batch_size: int,
+        shuffle: int | None = None,
+        num_workers: int | None = None,
+        drop_last: bool = False,
+        prefetch: bool = True,
+    ) -> None:
+        """See the class."""
+        call = "DataLoader(...)"
+        self._batch_size = whole_number(
+            call, "batch_size", batch_size, least=1, fix="batch_size=64"
+        )
+        self._seed = shuffle
+        if shuffle is not None:
+            self._seed = whole_number(call, "shuffle", shuffle, least=0, fix="shuffle=42")
+        self._workers: dict[str, Any] = {
+            "num_parallel_calls": tf.data.AUTOTUNE,
+            "deterministic": True,
+        }
+        if num_workers is not None:
+            workers = whole_number(call, "num_workers", num_workers, least=0, fix="num_workers=4")
+            self._workers["num_parallel_calls"] = workers
+            if workers == 0:
+                self._workers = {}
+        if batcher is not None and not callable(batcher):
+            raise TypeError(
+                f"`DataLoader(dataset, batcher)` can't call its batcher: got "
+                f"{described(batcher)}, expected a function of one batch. A batch size is given "
+                "by name. Pass `batch_size=64`."
+            )
+        self._batcher = None if batcher is None else tf.function(batcher)
+        self._drop_last, self._prefetch = bool(drop_last), bool(prefetch)
+        self._source = source_of(
+            dataset, batch_size=self._batch_size, drop_last=self._drop_last, shuffle=self._seed
+        )
+        self._first: int = 0
+        self._last: float = math.inf
+        self._place = _Place()
+
+    @property
+    def num_items(self) -> int | None:
+        """Items that one epoch yields; None where the data set can't tell or never ends."""
+        total = self._source.num_items
+        if total is None:
+            return None
+        if self._drop_last and total != math.inf:
+            total = total // self._batch_size * self._batch_size
+        first, last = (min(n * self._batch_size, total) for n in (self._first, self._last))
+        return None if last == math.inf else int(last - first)
+
+    def __len__(self) -> int:
+        """Batches in one epoch.
+
+        Raises:
+          TypeError: The data set doesn't know its length, or has no end.
+        """
+        if self.num_items is None:
+            raise TypeError(
+                "`len(loader)` isn't known: got a `tf.data.Dataset` of unknown or infinite "
+                "cardinality, expected a finite one. Filters and generators lose the count. "
+                "Say it: `dataset.apply(tf.data.experimental.assert_cardinality(num_items))`."
+            )
+        return -(-self.num_items // self._batch_size)
+
+    def __bool__(self) -> bool:
+        """True, also when empty: truth doesn't ask for a length that may be unknown."""
+        return True
+
+    def __repr__(self) -> str:
+        """How much it holds, in which order."""
+        items = "unknown" if self.num_items is None else self.num_items
+        return f"DataLoader({items} items, batch_size={self._batch_size}, shuffle={self._seed})"
+
+    def take(self, count: int) -> "DataLoader":
+        """The first `count` batches of every epoch, as a loader that shares this one's place.
+
+        The end of the view is the end of the epoch. A shuffled epoch begins with other items
+        each time, so `take` and `skip` don't make a training and a validation part of it:
+        split the data itself.
+
+        Args:
+          count: At least 0; more than there are is all of them.
+        """
+        count = whole_number("loader.take(count)", "count", count, least=0, fix="take(10)")
+        return self._view(self._first, min(self._last, self._first + count))
+
+    def skip(self, count: int) -> "DataLoader":
+        """All but the first `count` batches of every epoch; see `take`.
+
+        Args:
+          count: At least 0; more than there are leaves none.
+        """
+        count = whole_number("loader.skip(count)", "count", count, least=0, fix="skip(10)")
+        return self._view(self._first + count, max(self._last, self._first + count))
+
+    def _view(self, first: int, last: float) -> "DataLoader":
+        view = copy.copy(self)
+        view._first, view._last = first, last
+        return view
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the next epoch, or after a restore those that were left of it.
+
+        Raises:
+          RuntimeError: Inside a `tf.function`, where the batches would become constants.
+        """
+        if not tf.executing_eagerly():
+            raise RuntimeError(_MSG_TRACED)
+        return _Epoch(self._place, self._first, self._batches)
+
+    def as_dataset(self) -> tf.data.Dataset:
+        """The next epoch as a `tf.data.Dataset` of batches, for `fit`, a strategy or a graph.
+
+        It takes the epoch as `iter()` does; the place inside it isn't followed. Iterating the
+        data set twice gives the same order twice.
+        """
+        self._place.begin()
+        return self._batches(self._place.epoch, max(self._first, self._place.batch))
+
+    def _batches(self, epoch: int, first: int) -> tf.data.Dataset:
+        """The batches of an epoch from `first` on, counted from the epoch's start."""
+        batches = self._source.batches(epoch, first, max(first, self._last), self._workers)
+        if self._batcher is not None:
+            batches = self._finished(batches, self._batcher)
+        return batches.prefetch(tf.data.AUTOTUNE) if self._prefetch else batches
+
+    def _finished(self, batches: tf.data.Dataset, batcher: Callable[[Any], Any]) -> tf.data.Dataset:
+        # `map` spreads a plain tuple over the arguments, and nothing else.
+        is_spread = type(batches.element_spec) is tuple
+
+        @tf.autograph.experimental.do_not_convert
+        def finish(*parts: Any) -> Any:
+            finished = batcher(parts if is_spread else parts[0])
+            if finished is None:
+                raise TypeError(
+                    "`DataLoader(dataset, batcher)` got no batch from its batcher: got None, "
+                    "expected tensors. Its `return` may be missing. End it with `return batch`."
+                )
+            return finished
+
+        try:
+            return batches.map(finish, **self._workers)
+        except Exception as error:
+            error.add_note(_NOTE_BATCHER)
+            raise
+
+    def serialize(self) -> str:
+        """The place in the data as JSON; `tf.train.Checkpoint` calls it."""
+        return json.dumps({"epoch": self._place.epoch, "batch": self._place.batch, **self._order()})
+
+    def deserialize(self, string_value: str) -> None:
+        """Goes to a recorded place: the next `iter()` gives what was left of that epoch.
+
+        Args:
+          string_value: What `serialize` gave, from a loader over the same data.
+
+        Raises:
+          ValueError: The record lies in the middle of an epoch, and this loader's seed, batch
+            size or data would give other batches than the ones that were left. Nothing is
+            changed then.
+        """
+        record = json.loads(string_value)
+        mine = self._order()
+        changed = {name: record[name] for name in mine if record[name] != mine[name]}
+        if changed and record["batch"] > 0:
+            raise ValueError(
+                f"`DataLoader` can't resume in the middle of an epoch: got a record of {changed}, "
+                f"expected {({name: mine[name] for name in changed})}. The loader was changed "
+                "since. Build it as it was: `DataLoader(data, batch_size=..., shuffle=...)`."
+            )
+        self._place.go(record["epoch"], record["batch"])
+
+    def _order(self) -> dict[str, Any]:
+        """What the order of an epoch follows from, besides the epoch."""
+        return {
+            "shuffle": self._seed,
+            "batch_size": self._batch_size,
+            "drop_last": self._drop_last,
+            "num_items": None if self._source.num_items == math.inf else self._source.num_items,
+        }
+
+
+class _Place:
+    """The epoch, and how many of its batches were handed out; shared by a loader's views.
+
+    Only the newest iterator moves the place: each holds the number it got from `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.batch = 0
+        self._is_ahead = True  # The next iterator starts here, not in the epoch after.
+        self._readers = 0
+
+    def begin(self) -> int:
+        """Goes where the next iterator starts, and gives that iterator's number."""
+        if not self._is_ahead:
+            self.epoch, self.batch = self.epoch + 1, 0
+        self._is_ahead = False
+        self._readers += 1
+        return self._readers
+
+    def go(self, epoch: int, batch: int) -> None:
+        """Goes to a recorded place; iterators that are still around lose their say."""
+        self.epoch, self.batch, self._is_ahead = epoch, batch, True
+        self._readers += 1
+
+    def moved(self, reader: int, batch: int) -> None:
+        """A reader has handed out the batches before `batch`."""
+        if reader == self._readers:
+            self.batch = batch
+
+    def ended(self, reader: int) -> None:
+        """A reader came to the end of its epoch."""
+        if reader == self._readers:
+            self.go(self.epoch + 1, 0)
+
+
+class _Epoch:
+    """The iterator of one epoch: hands out batches and keeps the loader's place."""
+
+    def __init__(
+        self, place: _Place, first: int, batches: Callable[[int, int], tf.data.Dataset]
+    ) -> None:
+        self._place = place
+        self._reader = place.begin()
+        self._next = max(first, place.batch)
+        self._batches = iter(batches(place.epoch, self._next))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._place.ended(self._reader)
+            raise
+        except tf.errors.OpError as error:
+            error.add_note(f"While a DataLoader prepared batch {self._next}, counted from 0.")
+            raise
+        self._next += 1
+        self._place.moved(self._reader, self._next)
+        return batch

@@ -1,0 +1,1 @@
+"""Examples that run with `python -m`; start reading at `mnist.py`."""

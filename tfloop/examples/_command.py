@@ -1,0 +1,52 @@
+"""How an example meets its command line: flags in, one clear line for what the user got wrong."""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import absl.app
+import absl.flags
+import absl.logging
+
+import tfloop
+
+
+class UnusableInput(Exception):
+    """Something the user named can't be used; the text is for the terminal."""
+
+
+def run(main: Callable[[Any], None], argv: Sequence[str] | None = None) -> NoReturn:
+    """Parses the flags, runs `main(config)` and exits.
+
+    Exit codes: 0, or 2 with one line on stderr for a bad flag, value, file or folder, or 130
+    after Ctrl-C. Any other exception is a fault of the program and keeps its traceback.
+    """
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        try:
+            return absl.flags.FLAGS(argv)
+        except absl.flags.Error as error:
+            _fail(error)
+
+    def with_config(argv: Sequence[str]) -> None:
+        absl.logging.set_verbosity(absl.logging.ERROR)  # TFDS tells much.
+        if len(argv) > 1:
+            _fail(f"Unexpected argument {argv[1]!r}: settings are flags, as in --lr 1e-3.")
+        try:
+            config = tfloop.flags.config()
+        except (ValueError, OSError) as error:
+            _fail(error)
+        try:
+            main(config)
+        except UnusableInput as error:
+            _fail(error)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    absl.app.run(with_config, argv=argv, flags_parser=parse)
+
+
+def _fail(problem: object) -> NoReturn:
+    print("error:", re.sub(r"\s+", " ", str(problem)).strip(), file=sys.stderr)
+    sys.exit(2)

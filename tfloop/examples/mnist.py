@@ -1,0 +1,151 @@
+"""Trains Burn's small convolutional network on handwritten digits, with an explicit loop.
+
+    python -m tfloop.examples.mnist --lr 1e-3
+
+Read it from top to bottom: settings, model, data, loop. Everything that a training loop does
+stands in `train`; finding the data and printing are in the modules beside this one.
+"""
+
+from typing import Literal, NamedTuple
+
+import keras
+import tensorflow as tf
+from pydantic import Field
+
+import tfloop
+from tfloop.examples import _command, _images
+from tfloop.examples._report import Report
+
+MEAN, STD = 0.1307, 0.3081  # Of MNIST's training pixels, in units of 255.
+
+
+class ModelConfig(tfloop.Config):
+    """The network of Burn's guide: 1,061,098 parameters at the defaults."""
+
+    num_classes: int = Field(10, gt=0, description="Classes to tell apart.")
+    hidden_size: int = Field(1024, gt=0, description="Units of the hidden layer.")
+    dropout: float = Field(0.5, ge=0, lt=1, description="Share of activations to drop.")
+
+    def init(self) -> keras.Model:
+        """Builds the model: images `[B, 28, 28]` in, logits `[B, num_classes]` out."""
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((28, 28)),
+                layers.Reshape((28, 28, 1)),
+                layers.Conv2D(8, 3, name="conv1"),
+                layers.Dropout(self.dropout),
+                layers.Conv2D(16, 3, name="conv2"),
+                layers.Dropout(self.dropout),
+                layers.ReLU(),
+                # An adaptive average pool to 8x8. From 24x24 its windows are these, exactly;
+                # Keras' AdaptiveAveragePooling2D gives the same numbers at 8 times the cost.
+                layers.AveragePooling2D(3),
+                layers.Flatten(),
+                layers.Dense(self.hidden_size, name="linear1"),
+                layers.Dropout(self.dropout),
+                layers.ReLU(),
+                layers.Dense(self.num_classes, name="linear2"),
+            ]
+        )
+
+
+class TrainingConfig(tfloop.Config):
+    """Every setting of a run; each is a flag, and `--config` reads them from a file."""
+
+    num_epochs: int = Field(10, ge=0, description="Passes over the training images.")
+    batch_size: int = Field(64, gt=0, description="Images per step.")
+    num_workers: int = Field(4, ge=0, description="Batches prepared at the same time.")
+    seed: int = Field(42, ge=0, lt=2**32, description="Of weights, dropout and order.")
+    lr: float = Field(1e-4, ge=0, description="Learning rate.")
+    jit_compile: bool = Field(False, description="Compile the steps with XLA.")
+    dataset: Literal["auto", "mnist", "digits"] = Field(
+        "auto", description="auto: MNIST if it is there or its host answers, else the digits."
+    )
+    data_dir: str | None = Field(None, description="Where TFDS keeps its data sets.")
+    workdir: str | None = Field(None, description="Folder for settings, scalars and the plot.")
+    log_every: int = Field(10, gt=0, description="Iterations between two lines.")
+    model: ModelConfig = ModelConfig()
+    optimizer: tfloop.AdamConfig = tfloop.AdamConfig()
+
+
+class Batch(NamedTuple):
+    """Normalised images `[B, 28, 28]` and class numbers `[B]`."""
+
+    images: tf.Tensor
+    targets: tf.Tensor
+
+
+def batcher(raw: _images.Images) -> Batch:
+    """Makes a batch of what the data set holds."""
+    images = tf.cast(raw.images, tf.float32) / 255
+    return Batch((images - MEAN) / STD, raw.labels)
+
+
+def cross_entropy(logits: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+    """The mean loss over a batch."""
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits))
+
+
+def percent_correct(logits: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+    """The accuracy over a batch, in %."""
+    hits = tf.argmax(logits, axis=-1, output_type=targets.dtype) == targets
+    return 100 * tf.reduce_mean(tf.cast(hits, tf.float32))
+
+
+def train(
+    config: TrainingConfig, train_images: _images.Images, test_images: _images.Images
+) -> Report:
+    """Runs the loop and returns what it reported."""
+    tfloop.seed(config.seed)
+    model = tfloop.train(config.model.init())  # A view: `model(x)` runs in training mode.
+    optim = config.optimizer.init()
+
+    def loader(images: _images.Images) -> tfloop.DataLoader:
+        return tfloop.DataLoader(
+            images,
+            batcher,
+            batch_size=config.batch_size,
+            shuffle=config.seed,
+            num_workers=config.num_workers,
+        )
+
+    train_loader, test_loader = loader(train_images), loader(test_images)
+
+    @tfloop.compile(jit_compile=config.jit_compile)
+    def train_step(batch: Batch, lr: float) -> tuple[tf.Tensor, tf.Tensor]:
+        with tfloop.Tape() as tape:
+            logits = model(batch.images)
+            loss = cross_entropy(logits, batch.targets)
+        grads = tape.backward(loss)  # One gradient for every variable on the tape,
+        grads = tfloop.GradientsParams.from_grads(grads, model)  # keyed by the model's paths.
+        optim.step(lr, model, grads)
+        return loss, percent_correct(logits, batch.targets)
+
+    @tfloop.compile(jit_compile=config.jit_compile)
+    def valid_step(batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
+        logits = model.valid()(batch.images)  # No dropout, and nothing recorded.
+        return cross_entropy(logits, batch.targets), percent_correct(logits, batch.targets)
+
+    lengths = {"Train": len(train_loader), "Valid": len(test_loader)}
+    with Report(config, lengths, workdir=config.workdir, log_every=config.log_every) as report:
+        for epoch in range(1, config.num_epochs + 1):
+            for iteration, batch in enumerate(train_loader):
+                loss, accuracy = train_step(batch, config.lr)
+                report.iteration("Train", epoch, iteration, loss, accuracy, len(batch.targets))
+            for iteration, batch in enumerate(test_loader):
+                loss, accuracy = valid_step(batch)
+                report.iteration("Valid", epoch, iteration, loss, accuracy, len(batch.targets))
+            report.epoch(epoch)
+    return report
+
+
+def main(config: TrainingConfig) -> None:
+    """Finds the images and trains."""
+    train(config, *_images.load(config.dataset, config.data_dir))
+
+
+tfloop.flags.define_config(TrainingConfig)
+
+if __name__ == "__main__":
+    _command.run(main)

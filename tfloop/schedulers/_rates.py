@@ -1,0 +1,216 @@
+"""ModuleLearningRate: the rates of one update, a base and one for each group."""
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
+
+from tfloop import _traces
+from tfloop._groups import ParamGroup, as_group
+from tfloop._messages import described
+from tfloop._patterns import Variable
+from tfloop.schedulers._base import is_number
+
+_CALL = "ModuleLearningRate(base)"
+_CALL_GROUP = "ModuleLearningRate.with_group(group, lr, multiplier=...)"
+_TENSORS = (tf.Tensor, tf.Variable, keras.Variable, np.ndarray)
+
+
+class ModuleLearningRate:
+    """The learning rates of one step: a base rate, and rates for groups of parameters.
+
+    Of the groups that match a parameter the last one wins; the parameters of no group have the
+    base rate. A group's rate is
+
+        (lr or base) * multiplier
+
+    It goes where a rate goes, `optim.step(rates, model, grads)`, and through a `tf.function` as an
+    argument or result: the numbers are float32 tensors there, so that new ones don't retrace; the
+    groups belong to the trace. (TensorFlow can't hand such an object to `strategy.run` inside a
+    `tf.function`: make it in the replica function, or close over it.)
+
+    Args:
+      base: A number or a scalar tensor or variable.
+
+    Raises:
+      TypeError: It isn't a scalar number by kind.
+      ValueError: It is a number that is NaN, infinite or negative, or a tensor with axes.
+
+    Example:
+      >>> import tfloop
+      >>> rates = tfloop.ModuleLearningRate(0.1)
+      >>> rates = rates.with_group(tfloop.ParamGroup.from_name("encoder"), multiplier=0.5)
+      >>> rates.rate_of(("encoder.kernel",)), rates.rate_of(("head.kernel",))
+      (0.05, 0.1)
+    """
+
+    __slots__ = ("_base", "_groups", "_own")
+
+    def __init__(self, base: Any):
+        self._base = checked_rate(_CALL, "base", base)
+        self._groups: tuple[ParamGroup, ...] = ()
+        self._own: list[tuple[Any, Any]] = []
+
+    def with_group(
+        self, group: ParamGroup, lr: Any = None, *, multiplier: Any = 1.0
+    ) -> "ModuleLearningRate":
+        """Adds a group with a rate of its own, or with a multiple of the base rate.
+
+        Args:
+          group: Its parameters.
+          lr: A number or a scalar tensor or variable; `None` for the base rate.
+          multiplier: What the rate is multiplied with, likewise.
+
+        Returns:
+          This object.
+        Mutates: self.
+        Graph mode: a new group is a new trace of the functions that take this as an argument.
+
+        Raises:
+          TypeError: An argument has the wrong kind.
+          ValueError: A number is NaN, infinite or negative, or a tensor has axes.
+        """
+        group = as_group(_CALL_GROUP, group)
+        lr = None if lr is None else checked_rate(_CALL_GROUP, "lr", lr)
+        self._own.append((lr, checked_rate(_CALL_GROUP, "multiplier", multiplier)))
+        self._groups += (group,)
+        return self
+
+    @property
+    def base(self) -> float | tf.Tensor:
+        """The rate of the parameters in no group: a float, or a float32 scalar."""
+        return _read(self._base)
+
+    @property
+    def groups(self) -> tuple[ParamGroup, ...]:
+        """The groups in the order in which they were added."""
+        return self._groups
+
+    def bucket_of(self, paths: tuple[str, ...], variable: Variable | None = None) -> int:
+        """The index in `rates()` of a parameter's rate: its group's, or -1 for the base.
+
+        Args:
+          paths: All paths to the parameter.
+          variable: The parameter itself, for groups of variables and layers.
+        """
+        _traces.depends_on(self)
+        for index in reversed(range(len(self._groups))):
+            if self._groups[index].matches_any(paths, variable):
+                return index
+        return -1
+
+    def rates(self) -> list[float | tf.Tensor]:
+        """The rate of each group in order, then the base: floats, or float32 scalars."""
+        base = self.base
+        own = [_times(base if lr is None else _read(lr), factor) for lr, factor in self._own]
+        return [*own, base]
+
+    def rate_of(self, paths: tuple[str, ...], variable: Variable | None = None) -> Any:
+        """The rate of one parameter; `bucket_of` tells which parameters share theirs.
+
+        Args:
+          paths: All paths to the parameter.
+          variable: The parameter itself, for groups of variables and layers.
+
+        Returns:
+          A float, or a float32 scalar.
+        """
+        return self.rates()[self.bucket_of(paths, variable)]
+
+    def fingerprint(self) -> object:
+        """What a trace bakes in: which groups there are."""
+        return self._groups
+
+    def as_tensors(self) -> "ModuleLearningRate":
+        """The same rates as float32 scalars: what they are inside a `tf.function`."""
+        return self.__tf_unflatten__(*self.__tf_flatten__())
+
+    def __tf_flatten__(self) -> tuple[tuple[ParamGroup, ...], tuple[tf.Tensor, ...]]:
+        """The groups as what a trace is made for, the rates as what may change."""
+        rates = self.rates()
+        return self._groups, tuple(tf.constant(r) if isinstance(r, float) else r for r in rates)
+
+    @classmethod
+    def __tf_unflatten__(
+        cls, metadata: tuple[ParamGroup, ...], components: tuple[Any, ...]
+    ) -> "ModuleLearningRate":
+        """Puts rates, or what stands for them while tracing, back into their places."""
+        *own, base = components
+        rates = object.__new__(cls)
+        rates._base, rates._groups = base, metadata
+        rates._own = [(rate, 1.0) for rate in own]
+        return rates
+
+    def __repr__(self) -> str:
+        """The calls that make it."""
+        groups = (
+            f".with_group({group!r}, {_shown(rate)})"
+            for group, rate in zip(self._groups, self.rates(), strict=False)
+        )
+        return f"ModuleLearningRate({_shown(self.base)}){''.join(groups)}"
+
+
+def checked_rate(call: str, name: str, value: Any) -> Any:
+    """A float, or a scalar tensor or variable as it is.
+
+    Args:
+      call: The public call as typed.
+      name: The argument.
+      value: What was given for it.
+
+    Raises:
+      TypeError: It isn't a scalar number by kind.
+      ValueError: It is a number that is NaN, infinite or negative, or a tensor with axes.
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value.item()
+    if is_number(value):
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(
+                f"`{call}` has a {name} out of range: got {value!r}, expected a finite number "
+                ">= 0. It may come from a loss that isn't finite; 0 stops a group. Write "
+                "`ModuleLearningRate(1e-3)`."
+            )
+        return float(value)
+    if not isinstance(value, _TENSORS):
+        schedule = isinstance(value, LearningRateSchedule)
+        cause = "A schedule gives a rate for each step" if schedule else "Rates are numbers"
+        fix = "ModuleLrScheduler(schedule).step()" if schedule else "ModuleLearningRate(1e-3)"
+        raise TypeError(
+            f"`{call}` needs a rate: got {name}={described(value)}, expected a number or a scalar "
+            f"tensor. {cause}. Write `{fix}`."
+        )
+    dtype, shape = tf.as_dtype(value.dtype), tf.TensorShape(value.shape)
+    if not (dtype.is_floating or dtype.is_integer):
+        raise TypeError(
+            f"`{call}` needs a rate: got {name} of dtype {dtype.name}, expected a floating-point "
+            "scalar. Rates are numbers. Write `ModuleLearningRate(1e-3)`."
+        )
+    if shape.rank not in (0, None):
+        raise ValueError(
+            f"`{call}` needs one rate: got {name} of shape {tuple(shape)}, expected (). Several "
+            "rates belong to several groups. Write "
+            "`ModuleLearningRate(1e-3).with_group(ParamGroup.from_name('encoder'), 1e-4)`."
+        )
+    return value
+
+
+def _read(rate: Any) -> Any:
+    """A tensor or a variable's value as float32; numbers, and specs while tracing, as they are."""
+    if not isinstance(rate, _TENSORS):
+        return rate
+    return tf.cast(tf.convert_to_tensor(rate), tf.float32)  # tf.cast alone may keep a variable
+
+
+def _times(rate: Any, factor: Any) -> Any:
+    """The product; a factor of 1 keeps the very tensor, which tf.function compares by identity."""
+    return rate if isinstance(factor, float) and factor == 1.0 else rate * _read(factor)
+
+
+def _shown(rate: Any) -> str:
+    if isinstance(rate, float):
+        return repr(rate)
+    return repr(float(rate)) if hasattr(rate, "numpy") else "<tensor>"
