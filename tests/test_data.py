@@ -164,7 +164,9 @@ class TestBatcher:
     @pytest.mark.parametrize("num_workers", [None, 0, 2])
     def test_an_error_at_run_time_reaches_the_loop_and_names_the_batch(self, num_workers):
         def batcher(batch):
-            with tf.control_dependencies([tf.debugging.assert_less(batch, 4, "too large")]):
+            with tf.control_dependencies(
+                [tf.debugging.assert_less(batch, np.int64(4), "too large")]
+            ):
                 return tf.identity(batch)
 
         loader = tfloop.DataLoader(np.arange(8), batcher, batch_size=2, num_workers=num_workers)
@@ -575,7 +577,9 @@ class TestRefusals:
                 tfloop.DataLoader(data, batch_size=2)
 
     def test_a_scalar_or_nothing_raises(self):
-        with pytest.raises(ValueError, match=r"can't batch a scalar: got shape \(\) at `dataset\[1\]"):
+        with pytest.raises(
+            ValueError, match=r"can't batch a scalar: got shape \(\) at `dataset\[1\]"
+        ):
             tfloop.DataLoader((np.ones(3), np.float32(1)), batch_size=2)
         with pytest.raises(ValueError, match="holds no arrays: got an empty structure"):
             tfloop.DataLoader({}, batch_size=2)

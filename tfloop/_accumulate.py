@@ -1,22 +1,27 @@
-"""`GradientsAccumulator` and `microbatch`: large batches in small memory.
+"""`GradientsAccumulator`: the gradients of several micro-batches as those of one batch.
 
-Sums gradients over micro-batches in `tf.Variable` buffers, or inside one graph loop. Never
-touches an optimizer: what a window of micro-batches becomes is decided by `ModuleOptimizer.step`.
+Sums in `tf.Variable` buffers that outlive a call; `_microbatch` is its sibling without. Never
+touches an optimizer: what a window becomes is decided by `ModuleOptimizer.step`.
 """
 
-import math
+import io
+import zipfile
+from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfloop import _record, _sparse, _traces
+from tfloop import _sparse, _traces
 from tfloop._gradients import GradientsParams
-from tfloop._messages import described
+from tfloop._messages import described, listed
 from tfloop._paths import AddressBook, address_book, root_key
 from tfloop._sparse import Gradient
 
 _ACCUMULATE = "accumulator.accumulate(model, grads)"
+_RESTORE = "restoring a GradientsAccumulator"
+_DAMAGED = (ValueError, EOFError, KeyError, OSError, zipfile.BadZipFile)
 
 
 class GradientsAccumulator(tf.train.experimental.PythonState):
@@ -27,13 +32,20 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
 
     With `"mean"` and sample (or token) counts as weights, micro-batches of unequal sizes give the
     gradient of the one large batch. The window ends when the accumulator is handed to
-    `optim.step(lr, model, accumulator)`, which takes what was added, few or many, and resets it.
+    `optim.step(lr, model, accumulator)`, which takes what was added, few or many, and empties it.
     A parameter that got nothing in the window stays untouched there, with its state. Micro-steps
-    touch no optimizer, so schedules, bias correction and decay count updates.
+    touch no optimizer, so schedules, moving averages, bias correction and decay count updates.
+
+    What still differs from the large batch is what a layer computes over the batch itself.
+    BatchNormalization normalises each micro-batch by its own mean and variance, so activations and
+    gradients are those of the small batches, and its statistics move once per micro-batch:
+    `m**k * old` is left of them after k, not `m * old`. Use GroupNormalization or
+    LayerNormalization, freeze the BatchNormalization, or raise its momentum to `m ** (1 / k)`.
+    Dropout draws a mask per micro-batch.
 
     One copy of the trainable parameters in memory: float32 buffers, float64 for float64 parameters,
-    made by `build`, which the first `accumulate` calls. A `tf.train.Checkpoint` saves them by path,
-    so a run resumes exactly in the middle of a window.
+    made by `build`, which the first `accumulate` calls. `tfloop.Checkpoint` and
+    `tf.train.Checkpoint` save the window by path, so a run resumes exactly in the middle of one.
 
     Args:
       reduction: `"sum"`, as Burn does, or `"mean"`.
@@ -60,18 +72,23 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "`GradientsAccumulator(reduction='mean')`."
             )
         self.reduction = reduction
-        self._book: AddressBook | None = None
         self._model: Any = None
+        self._book: AddressBook | None = None
         self._buffers: dict[str, tf.Variable] = {}
-        self._pending: bytes | None = None
+        self._restored: dict[str, Any] = {}  # a window that waits for `build`
         self._version = 0
-
-        def counters() -> list[tf.Variable]:
-            kinds = (("count", tf.int64), ("weight", tf.float64))
-            return [tf.Variable(0, dtype=d, trainable=False, name=n) for n, d in kinds]
-
-        self._count, self._weight = _traces.eagerly(counters)
-        self._present: tf.Variable | None = None
+        variables = _traces.eagerly(
+            lambda: [
+                tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+                for name, shape, dtype in (
+                    ("count", [], tf.int64),
+                    ("weight", [], tf.float64),
+                    ("layout", [], tf.int64),
+                    ("present", [0], tf.bool),
+                )
+            ]
+        )
+        self._count, self._weight, self._layout, self._present = variables
 
     @property
     def count(self) -> tf.Variable:
@@ -82,6 +99,11 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     def weight(self) -> tf.Variable:
         """The sum of their weights: a float64 scalar variable; the count for `"sum"`."""
         return self._weight
+
+    @property
+    def root(self) -> Any:
+        """The model that the accumulator was built with, or `None`."""
+        return self._model
 
     @_traces.not_converted
     def build(self, model: Any) -> "GradientsAccumulator":
@@ -111,15 +133,16 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
           grads: Gradients by path; consumed. Those of frozen parameters are dropped. Sparse ones
             are scattered into the buffer and never made dense.
           weight: For `"mean"`, how much this micro-batch counts: its samples or tokens when the
-            loss is a mean over them; 1 by default. `"sum"` takes none.
+            loss is a mean over them; 1 by default. At a weight of 0 nothing is added, even where a
+            mean over nothing made the gradients NaN. `"sum"` takes none.
 
-        Mutates: self; nothing if it raises.
+        Mutates: self; nothing if a check raises.
         Graph mode: works, jitted too. A tensor weight that is negative or not finite raises when
-          it runs, except under XLA.
+          it runs, and so does a foreign trace older than the buffers, except under XLA.
 
         Raises:
           ValueError: `grads` is empty, has an unknown path or another shape; a weight with
-            `"sum"`, or one that is negative or not finite.
+            `"sum"`, or one that is negative, not finite or no scalar.
           TypeError: A wrong kind of argument.
           RuntimeError: `grads` was consumed before.
         """
@@ -129,22 +152,34 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "added by path. Key them: "
                 "`GradientsParams.from_grads(tape.backward(loss), model)`."
             )
-        weight = self._checked_weight(weight)
+        if weight is not None and self.reduction == "sum":
+            raise ValueError(
+                f"`{_ACCUMULATE}` got weight={described(weight)} with reduction='sum', expected "
+                "none: a sum has no weights. For the mean over samples make it with "
+                "`GradientsAccumulator(reduction='mean')`."
+            )
+        weight = checked_weight(_ACCUMULATE, 1 if weight is None else weight)
         book = self._prepare(model, _ACCUMULATE)
+        trainable = book.parameters()
         checked = grads.checked(book, _ACCUMULATE)
         grads._consume(_ACCUMULATE)
-        trainable = book.parameters()
-        received = [path in checked and path in trainable for path in self._buffers]
-        for path, buffer in self._buffers.items():
-            if path in checked and path in trainable:
-                _add(buffer, checked[path], weight if self.reduction == "mean" else None)
-        self._present.assign(tf.logical_or(self._present, tf.constant(received)))
-        self._weight.assign_add(weight)
-        self._count.assign_add(1)
+        received = {path: grad for path, grad in checked.items() if path in trainable}
+        with tf.control_dependencies([weight, *self._freshness(_ACCUMULATE)]):
+            for path, grad in received.items():
+                buffer = self._buffers[path]
+                grad = _sparse.cast(grad, buffer.dtype)
+                if self.reduction == "mean":
+                    grad = weighted(grad, weight)
+                add = buffer.scatter_add if _sparse.is_sparse(grad) else buffer.assign_add
+                add(grad)
+            flags = tf.constant([path in received for path in self._buffers], tf.bool)
+            self._present.assign(tf.logical_or(self._present, flags))
+            self._weight.assign_add(weight)
+            self._count.assign_add(1)
 
     @_traces.not_converted
     def grads(self) -> GradientsParams:
-        """Takes the accumulated gradients and resets the window.
+        """Takes the accumulated gradients and empties the window.
 
         For reading or changing them before the step. In a trace the presence of a parameter is not
         known: every one is there then, an absent one as zeros, and the step would move it by
@@ -159,6 +194,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
           RuntimeError: The window is empty.
           ValueError: The weights sum to 0.
         """
+        if self._book is not None:
+            _traces.depends_on(self)
         grads, _ = self._window("accumulator.grads()")
         self.reset()
         return GradientsParams(grads)
@@ -166,49 +203,85 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     @_traces.not_converted
     def reset(self) -> None:
         """Empties the window without using it."""
-        self._count.assign(0)
-        self._weight.assign(0.0)
-        if self._present is not None:
-            self._present.assign(tf.zeros_like(self._present))
-        for buffer in self._buffers.values():
-            buffer.assign(tf.zeros_like(buffer))
+        self._restored = {}
+        for variable in (self._count, self._weight, self._present, *self._buffers.values()):
+            variable.assign(tf.zeros_like(variable))
+
+    def window(
+        self, model: Any, call: str
+    ) -> tuple[dict[str, Gradient], dict[str, tf.Tensor] | None]:
+        """What the step takes; `reset` empties the window afterwards.
+
+        Returns:
+          Path -> gradient, and path -> did it get anything, a scalar bool; or, where that is known
+          now, only the gradients that did, and `None`.
+        """
+        self._prepare(model, call)
+        return self._window(call)
 
     def fingerprint(self) -> object:
         """What of this accumulator a trace bakes in; see `_traces`."""
         return self._version
 
+    def state(self) -> dict[str, Any]:
+        """The window: `count`, `weight`, and `<reduction>/<path>` for each that got anything."""
+        if self._restored:
+            return self._restored
+        flags = self._present.numpy()
+        held = (pair for pair, there in zip(self._buffers.items(), flags, strict=True) if there)
+        sums = {f"{self.reduction}/{path}": buffer for path, buffer in held}
+        return {"count": self._count, "weight": self._weight, **sums}
+
+    def assignments(self, state: Mapping[str, Any]) -> list[tuple[tf.Variable, Any]]:
+        """Pairs of variable and value that make the window that of `state`, after all checks.
+
+        Raises:
+          ValueError: Another reduction, an unknown path, another shape or dtype.
+        """
+        sums = self._sums_of(state, self._buffers)
+        flags = np.array([path in sums for path in self._buffers], bool)
+        empty = np.zeros(())
+        pairs = [
+            (buffer, sums.get(path, np.broadcast_to(empty.astype(buffer.dtype.name), buffer.shape)))
+            for path, buffer in self._buffers.items()
+        ]
+        totals = [(self._count, state["count"]), (self._weight, state["weight"])]
+        return [*totals, (self._present, flags), *pairs]
+
     def serialize(self) -> bytes:
         """The window as bytes, for `tf.train.Checkpoint`."""
-        if self._pending is not None:
-            return self._pending
-        return _record.dump(self.records()) if self._book is not None else b""
+        file = io.BytesIO()
+        window: dict[str, Any] = {key: np.asarray(value) for key, value in self.state().items()}
+        np.savez(file, **window)
+        return file.getvalue()
 
     def deserialize(self, state: bytes) -> None:
         """Takes over a window from `tf.train.Checkpoint`, or nothing if it doesn't fit.
 
-        Raises:
-          ValueError: Missing, extra or misshapen entries.
-        """
-        if self._book is None:
-            self._pending = state or None
-        elif state:
-            _record.load(state, self.records())
-        else:
-            self.reset()
+        Before the first `accumulate` the sums are kept until `build` knows the model.
 
-    def records(self) -> list[_record.GroupRecord]:
-        """The live window, as `_record` writes and restores it."""
-        slots = {
-            path: {"sum": buffer, "present": _Element(self._present, index)}
-            for index, (path, buffer) in enumerate(self._buffers.items())
-        }
-        counters = {"count": self._count, "weight": self._weight}
-        return [_record.GroupRecord(f"GradientsAccumulator({self.reduction})", slots, counters)]
+        Raises:
+          ValueError: The bytes are damaged, or what `assignments` raises.
+        """
+        try:
+            with np.load(io.BytesIO(state), allow_pickle=False) as file:
+                window = {key: file[key] for key in file.files}
+            totals = [(self._count, window["count"]), (self._weight, window["weight"])]
+        except _DAMAGED as error:
+            raise ValueError(
+                f"`{_RESTORE}` can't read the state: got {len(state)} bytes that are no window, "
+                f"expected those of `serialize` ({error}). The file is damaged, or another "
+                "object's. Restore an older one: `checkpoint.restore(path)`."
+            ) from error
+        if self._book is None:
+            self._restored = window
+        for variable, value in totals if self._book is None else self.assignments(window):
+            variable.assign(value)
 
     def __repr__(self) -> str:
         """What it does and what is in it."""
         root = self._book.description if self._book else "not built"
-        held = f", {int(self._count)} micro-batches" if tf.executing_eagerly() else ""
+        held = f", {self._count.numpy()} micro-batches" if tf.executing_eagerly() else ""
         return f"GradientsAccumulator({root}, reduction={self.reduction!r}{held})"
 
     def _prepare(self, model: Any, call: str) -> AddressBook:
@@ -228,139 +301,163 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         return book
 
     def _build(self, model: Any, book: AddressBook) -> None:
-        """Makes the buffers that are missing and keeps the others, with their sums."""
-        wanted = [p for p in book.floating() if p in self._buffers or p in book.parameters()]
-        present = dict.fromkeys(wanted, False)
-        if self._present is not None:
-            present |= dict(zip(self._buffers, self._present.numpy(), strict=True))
-        buffers = {}
-        for path in wanted:
-            variable = book.variables[path]
-            dtype = _sparse.accumulation_dtype(variable.dtype)
-            buffers[path] = self._buffers.get(path)
+        """Makes the buffers that are missing; a variable that has one keeps it, with its sum."""
+        flags = dict(zip(self._buffers, self._present.numpy(), strict=True))
+        buffers, present = {}, []
+        for path, variable in book.floating().items():
+            # Sought by the variable: a layer put in before others renumbers their paths.
+            before = (self._book and self._book.path_of(variable)) or ""
+            if before not in self._buffers and path not in book.parameters():
+                continue
+            present.append(flags.get(before, False))
+            buffers[path] = self._buffers.get(before)
             if buffers[path] is None:
-                zeros = tf.zeros(variable.shape, dtype)
+                zeros = tf.zeros(variable.shape, _sparse.accumulation_dtype(variable.dtype))
                 buffers[path] = tf.Variable(zeros, trainable=False, name=f"sum/{path}")
-        flags = [bool(present[path]) for path in wanted]
-        self._present = tf.Variable(flags, trainable=False, name="present")
+        self._sums_of(self._restored, buffers)  # raises before anything is changed
         self._model, self._book, self._buffers = model, book, buffers
+        self._present = tf.Variable(present, dtype=tf.bool, trainable=False, name="present")
         self._version += 1
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            _record.load(pending, self.records())
-
-    @property
-    def root(self) -> Any:
-        """The model that the accumulator was built with, or `None`."""
-        return self._model
-
-    def window(
-        self, model: Any, call: str
-    ) -> tuple[dict[str, Gradient], dict[str, tf.Tensor] | None]:
-        """What the step takes; `reset` empties the window afterwards.
-
-        Returns:
-          Path -> gradient, and path -> did it get anything, a scalar bool; or, where that is known
-          now, only the gradients that did, and `None`.
-        """
-        if self._book is not None:
-            self._prepare(model, call)
-        return self._window(call)
+        self._layout.assign(self._version)
+        if self._restored:
+            for variable, value in self.assignments(self._restored):
+                variable.assign(value)
+            self._restored = {}
 
     def _window(self, call: str) -> tuple[dict[str, Gradient], dict[str, tf.Tensor] | None]:
         eager = tf.executing_eagerly()
-        if self._book is None or (eager and int(self._count) == 0):
+        if self._restored:
+            raise RuntimeError(
+                f"`{call}` can't tell yet what a restored window belongs to: got no model so far, "
+                "expected one. Build it first: `accumulator.build(model)`."
+            )
+        if self._book is None or (eager and self._count.numpy() == 0):
             raise RuntimeError(
                 f"`{call}` found an empty window: got 0 micro-batches, expected at least 1. "
                 "Nothing was accumulated since the last update. "
                 "Add some: `accumulator.accumulate(model, grads)`."
             )
-        if eager and self.reduction == "mean" and float(self._weight) == 0:
+        if eager and self.reduction == "mean" and self._weight.numpy() == 0:
             raise ValueError(
                 f"`{call}` can't take the mean: got weights that sum to 0, expected more. All "
                 "micro-batches were empty. Drop them: `accumulator.reset()`."
             )
         with tf.control_dependencies(self._checks(call)):
-            grads = {path: self._reduced(buffer) for path, buffer in self._buffers.items()}
-            flags = tf.unstack(tf.identity(self._present), len(self._buffers))
-        present = dict(zip(grads, flags, strict=True))
-        if eager:
-            return {path: grad for path, grad in grads.items() if bool(present[path])}, None
-        return grads, present
+            # XLA drops the checks: there, nothing is received by a window that holds nothing. All
+            # that `reset` writes is read here, so that it waits for the checks elsewhere.
+            is_held = tf.logical_and(self._count > 0, self._weight > 0)
+            there = tf.logical_and(self._present, is_held)
+            flags = there.numpy() if eager else tf.unstack(there, len(self._buffers))
+            present = dict(zip(self._buffers, flags, strict=True))
+            grads = {
+                path: self._reduced(buffer)
+                for path, buffer in self._buffers.items()
+                if not eager or present[path]
+            }
+        return grads, None if eager else present
 
     def _reduced(self, buffer: tf.Variable) -> tf.Tensor:
         """The sum, or the mean over the weights."""
         if self.reduction == "sum":
             return tf.identity(buffer)
-        return buffer / tf.cast(self._weight, buffer.dtype)
+        return tf.math.divide_no_nan(tf.identity(buffer), tf.cast(self._weight, buffer.dtype))
 
     def _checks(self, call: str) -> list[tf.Operation]:
         """The conditions of `_window` where only a run can tell."""
         if tf.executing_eagerly():
             return []
-        empty = [f"`{call}` found an empty window: nothing was accumulated since the last update"]
-        checks = [tf.debugging.Assert(self._count > 0, empty)]
+        empty = f"`{call}` found an empty window: nothing was accumulated since the last update"
+        checks = [tf.raw_ops.Assert(condition=self._count > 0, data=[empty])]
         if self.reduction == "mean":
-            zero = [f"`{call}` can't take the mean: the weights sum to 0"]
-            checks.append(tf.debugging.Assert(self._weight > 0, zero))
-        return [check for check in checks if check is not None]
+            zero = f"`{call}` can't take the mean: the weights sum to 0"
+            checks.append(tf.raw_ops.Assert(condition=self._weight > 0, data=[zero]))
+        return [*checks, *self._freshness(call)]
 
-    def _checked_weight(self, weight: Any) -> tf.Tensor:
-        """The weight as a float64 scalar."""
-        if weight is None:
-            return tf.constant(1.0, tf.float64)
-        if self.reduction == "sum":
+    def _freshness(self, call: str) -> list[tf.Operation]:
+        """In a trace: are the buffers still those that it was made with?
+
+        `compile` traces again in time; a `tf.function` of the user's doesn't, also one that a
+        compiled step calls.
+        """
+        if tf.executing_eagerly():
+            return []
+        stale = (
+            f"`{call}` ran in a tf.function that was traced before a parameter was thawed. A trace "
+            "keeps what it was made with. Call `accumulator.build(model)` before tracing, or "
+            "compile the step with `tfloop.compile`, which traces again."
+        )
+        fresh = tf.equal(self._layout, tf.constant(self._version, tf.int64))
+        return [tf.raw_ops.Assert(condition=fresh, data=[stale])]
+
+    def _sums_of(
+        self, state: Mapping[str, Any], buffers: Mapping[str, tf.Variable]
+    ) -> dict[str, Any]:
+        """Path -> sum of a written window, compared with the buffers that it is for."""
+        keys = [key.partition("/") for key in state if "/" in key]
+        others = {reduction for reduction, _, _ in keys if reduction != self.reduction}
+        if others:
             raise ValueError(
-                f"`{_ACCUMULATE}` got weight={weight!r} with reduction='sum', expected none: a sum "
-                "has no weights. For the mean over samples make it with "
-                "`GradientsAccumulator(reduction='mean')`."
+                f"`{_RESTORE}` got a window of reduction={others.pop()!r}, expected "
+                f"{self.reduction!r}: their sums differ. Make it as it was: "
+                f"`GradientsAccumulator(reduction={keys[0][0]!r})`."
             )
-        if isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool):
-            if not (math.isfinite(weight) and weight >= 0):
+        unknown = [path for _, _, path in keys if path not in buffers]
+        if unknown:
+            raise ValueError(
+                f"`{_RESTORE}` got sums for {listed(unknown)}, expected only trainable parameters, "
+                f"{listed(buffers)}. The model or what is frozen was changed since the window was "
+                "saved. Rebuild it as it was, or begin a new window: `accumulator.reset()`."
+            )
+        sums = {path: state[f"{reduction}/{path}"] for reduction, _, path in keys}
+        for path, value in sums.items():
+            found = tuple(value.shape), tf.as_dtype(value.dtype).name
+            expected = tuple(buffers[path].shape), buffers[path].dtype.name
+            if found != expected:
                 raise ValueError(
-                    f"`{_ACCUMULATE}` got the weight {weight!r}, expected a finite number of at "
-                    "least 0. It is the number of samples or tokens behind the gradients: "
-                    "`weight=len(batch)`."
+                    f"`{_RESTORE}` got a sum of shape {found[0]} and dtype {found[1]} for "
+                    f"{path!r}, expected {expected[0]} and {expected[1]}. The model was changed "
+                    "since the window was saved. Begin a new one: `accumulator.reset()`."
                 )
-            return tf.constant(float(weight), tf.float64)
-        numeric = isinstance(weight, (tf.Tensor, tf.Variable, np.ndarray))
-        if not numeric or tf.TensorShape(weight.shape).rank not in (0, None):
-            got = f"shape {tuple(weight.shape)}" if numeric else described(weight)
-            raise TypeError(
-                f"`{_ACCUMULATE}` got {got} as weight, expected a number or a scalar tensor. It "
-                "is the number of samples or tokens: `weight=tf.shape(x)[0]`."
+        return sums
+
+
+def checked_weight(call: str, weight: Any) -> tf.Tensor:
+    """A weight as a float64 scalar; a bad one raises, in a trace when it runs."""
+    if isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool):
+        tensor = tf.constant(float(weight), tf.float64)
+    elif isinstance(weight, (tf.Tensor, tf.Variable, keras.Variable, np.ndarray)):
+        tensor = tf.convert_to_tensor(weight)
+        if tensor.shape.rank not in (0, None):
+            raise ValueError(
+                f"`{call}` got a weight of shape {tuple(tensor.shape)}, expected a scalar. It is "
+                "the number of samples or tokens behind the gradients. Sum it: "
+                "`weight=tf.reduce_sum(mask)`."
             )
-        weight = tf.cast(weight, tf.float64)
-        sound = tf.logical_and(tf.math.is_finite(weight), weight >= 0)
-        text = f"`{_ACCUMULATE}` got a weight that is negative or not finite:"
-        check = tf.debugging.Assert(sound, [text, weight])
-        with tf.control_dependencies([check] if check is not None else []):
-            return tf.identity(weight)
-
-
-class _Element:
-    """One element of a vector variable, read and written as a scalar variable."""
-
-    shape = tf.TensorShape(())
-
-    def __init__(self, vector: tf.Variable, index: int) -> None:
-        self._vector = vector
-        self._index = index
-        self.dtype = vector.dtype
-
-    def numpy(self) -> np.ndarray:
-        return self._vector[self._index].numpy()
-
-    def assign(self, value: Any) -> None:
-        self._vector.assign(tf.tensor_scatter_nd_update(self._vector, [[self._index]], [value]))
-
-
-def _add(buffer: tf.Variable, grad: Gradient, weight: tf.Tensor | None) -> None:
-    """buffer += weight * grad; rows are scattered, repeated ones add up."""
-    grad = _sparse.cast(grad, buffer.dtype)
-    if weight is not None:
-        grad = _sparse.map_values(lambda t: t * tf.cast(weight, t.dtype), grad)
-    if _sparse.is_sparse(grad):
-        buffer.scatter_add(grad)
     else:
-        buffer.assign_add(grad)
+        tensor = None
+    if tensor is None or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
+        got = described(weight) if tensor is None else f"dtype {tensor.dtype.name}"
+        raise TypeError(
+            f"`{call}` got {got} as weight, expected a number or a scalar tensor of one. It is the "
+            "number of samples or tokens behind the gradients: `weight=tf.shape(x)[0]`."
+        )
+    tensor = tf.cast(tensor, tf.float64)
+    value = tf.get_static_value(tensor)
+    if value is None:
+        sound = tf.logical_and(tf.math.is_finite(tensor), tensor >= 0)
+        text = f"`{call}` got a weight that is negative or not finite"
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=sound, data=[text])]):
+            return tf.identity(tensor)
+    if not (np.isfinite(value) and value >= 0):
+        raise ValueError(
+            f"`{call}` got the weight {value}, expected a finite number of at least 0. It is the "
+            "number of samples or tokens behind the gradients: `weight=len(x)`."
+        )
+    return tensor
+
+
+def weighted(grad: Gradient, weight: tf.Tensor) -> Gradient:
+    """The gradient times the weight; 0 at weight 0, where a mean over nothing made it NaN."""
+    return _sparse.map_values(
+        lambda tensor: tf.math.multiply_no_nan(tensor, tf.cast(weight, tensor.dtype)), grad
+    )

@@ -6,13 +6,16 @@ weight decay. Pure functions of gradients; which gradients form a group is `_opt
 
 import dataclasses
 import math
+import numbers
 from typing import Literal
 
 import tensorflow as tf
 
 from tfloop import _sparse
-from tfloop._messages import described
+from tfloop._messages import described, listed
 from tfloop._sparse import Gradient
+
+_ARGUMENTS = {"value": "limit", "norm": "max_norm", "global_norm": "max_norm"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,29 @@ class GradientClipping:
     kind: Literal["value", "norm", "global_norm"]
     limit: float
 
+    def __post_init__(self) -> None:
+        """Refuses a bound that isn't a positive number, whoever calls."""
+        if self.kind not in _ARGUMENTS:
+            raise ValueError(
+                f"`GradientClipping(kind, limit)` got the kind {self.kind!r}, expected one of "
+                f"{listed(_ARGUMENTS)}. It is made by its constructors. "
+                "Write `GradientClipping.by_global_norm(1.0)`."
+            )
+        call = f"GradientClipping.by_{self.kind}({_ARGUMENTS[self.kind]})"
+        if isinstance(self.limit, bool) or not isinstance(self.limit, numbers.Real):
+            raise TypeError(
+                f"`{call}` needs a number: got {described(self.limit)}, expected a positive float. "
+                "The bound is fixed when a step is traced. "
+                "Write `GradientClipping.by_global_norm(1.0)`."
+            )
+        if not (math.isfinite(self.limit) and self.limit > 0):
+            raise ValueError(
+                f"`{call}` needs a positive bound: got {self.limit!r}, expected a finite float "
+                "above 0. A bound of 0 would stop the training; no clipping is None. "
+                "Write `clipping=None`."
+            )
+        object.__setattr__(self, "limit", float(self.limit))
+
     @classmethod
     def by_value(cls, limit: float) -> "GradientClipping":
         """Clamps every element:  min(max(g, -limit), limit).
@@ -39,7 +65,7 @@ class GradientClipping:
         Args:
           limit: Positive, in units of the gradient.
         """
-        return cls("value", _positive("by_value(limit)", limit))
+        return cls("value", limit)
 
     @classmethod
     def by_norm(cls, max_norm: float) -> "GradientClipping":
@@ -50,7 +76,7 @@ class GradientClipping:
         Args:
           max_norm: Positive, in units of the gradient.
         """
-        return cls("norm", _positive("by_norm(max_norm)", max_norm))
+        return cls("norm", max_norm)
 
     @classmethod
     def by_global_norm(cls, max_norm: float) -> "GradientClipping":
@@ -61,23 +87,18 @@ class GradientClipping:
         Args:
           max_norm: Positive, in units of the gradient.
         """
-        return cls("global_norm", _positive("by_global_norm(max_norm)", max_norm))
+        return cls("global_norm", max_norm)
 
     def clip(self, grads: list[Gradient]) -> list[Gradient]:
         """Clips the gradients of one group; shapes, dtypes and order are kept."""
-        grads = [_sparse.deduplicate(grad) for grad in grads]
-        if not grads:
-            return grads
         if self.kind == "value":
-            return [_sparse.map_values(self._clamp, grad) for grad in grads]
+            return [_sparse.map_values(self._clamp, _sparse.deduplicate(grad)) for grad in grads]
         squares = [_sparse.squared_norm(grad) for grad in grads]
-        if self.kind == "global_norm":
+        if grads and self.kind == "global_norm":
             dtype = _sparse.accumulation_dtype(*(square.dtype for square in squares))
-            squares = [tf.add_n([tf.cast(square, dtype) for square in squares])] * len(grads)
-        return [
-            _sparse.map_values(lambda t, f=self._factor(square): t * tf.cast(f, t.dtype), grad)
-            for grad, square in zip(grads, squares, strict=True)
-        ]
+            total = tf.add_n([tf.cast(square, dtype) for square in squares])
+            squares = [total] * len(grads)
+        return [_scaled(grad, self._factor(s)) for grad, s in zip(grads, squares, strict=True)]
 
     def _clamp(self, tensor: tf.Tensor) -> tf.Tensor:
         return tf.clip_by_value(tensor, -self.limit, self.limit)
@@ -93,17 +114,7 @@ class GradientClipping:
         return f"GradientClipping.by_{self.kind}({self.limit!r})"
 
 
-def _positive(call: str, limit: float) -> float:
-    """A bound must be a positive number."""
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise TypeError(
-            f"`GradientClipping.{call}` needs a number: got {described(limit)}, expected a "
-            "positive float. The bound is fixed when a step is traced. "
-            "Write `GradientClipping.by_global_norm(1.0)`."
-        )
-    if not (math.isfinite(limit) and limit > 0):
-        raise ValueError(
-            f"`GradientClipping.{call}` needs a positive bound: got {limit!r}, expected a finite "
-            "float above 0. No clipping is `clipping=None`."
-        )
-    return float(limit)
+def _scaled(grad: Gradient, factor: tf.Tensor) -> Gradient:
+    """The product, rounded once to the gradient's dtype."""
+    product = _sparse.map_values(lambda t: tf.cast(t, factor.dtype) * factor, grad)
+    return _sparse.cast(product, grad.dtype)

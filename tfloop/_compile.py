@@ -4,10 +4,14 @@ Knows signatures, traces and when they end. What a trace depends on is collected
 by the rooms that read it.
 """
 
+import copy
 import functools
+import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -45,15 +49,32 @@ def compile(fn: Callable[..., Any] | None = None, *, jit_compile: bool = False) 
       >>> [float(scaled(2.0, rate)) for rate in (0.5, 0.25)], scaled.trace_count
       ([1.0, 0.5], 1)
     """
+    if not isinstance(jit_compile, bool):
+        raise TypeError(
+            f"`tfloop.compile(jit_compile=...)` got {described(jit_compile)}, expected True or "
+            "False. Write `@tfloop.compile(jit_compile=True)`."
+        )
     if fn is None:
         return functools.partial(compile, jit_compile=jit_compile)
     if isinstance(fn, CompiledStep):
         fn = fn.python_function
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, type):
         raise TypeError(
-            f"`tfloop.compile(fn)` needs a function: got {described(fn)}. It was called, or used "
-            "with positional options. Write `@tfloop.compile` above it, or "
+            f"`tfloop.compile(fn)` needs a function: got {described(fn)}, expected a step. It was "
+            "called already, or used with positional options. Write `@tfloop.compile` above it, or "
             "`@tfloop.compile(jit_compile=True)`."
+        )
+    if hasattr(fn, "get_concrete_function"):
+        raise TypeError(
+            "`tfloop.compile(fn)` needs a plain function: got a tf.function, expected the function "
+            "inside. It would keep its own traces, stale ones included. Leave the other decorator "
+            "out, or write `tfloop.compile(fn.python_function)`."
+        )
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        raise TypeError(
+            f"`tfloop.compile(fn)` needs a function that returns: got {described(fn)}, a generator "
+            "or coroutine, expected `return`. A trace runs to its end at once. Loop outside: "
+            "`for batch in loader: step(batch)`."
         )
     return CompiledStep(fn, jit_compile)
 
@@ -67,57 +88,93 @@ class CompiledStep:
     """
 
     def __init__(self, fn: Callable[..., Any], jit_compile: bool) -> None:
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
         self.python_function = fn
         self.trace_count = 0
         self._jit_compile = jit_compile
-        self._function: Any = None
-        self._fingerprints: dict[int, tuple[Dependency, object]] = {}
+        self._attribute = getattr(fn, "__name__", None)
+        self._program: _Program | None = None
+        self._lock = threading.Lock()
 
     @_traces.not_converted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step."""
-        if self._function is None or self._is_stale():
-            self._fingerprints = {}
-            self._function = self._new_function()
         args, kwargs = tf.nest.map_structure(_as_argument, (args, kwargs))
-        return self._function(*args, **kwargs)
+        if not tf.executing_eagerly():
+            # A part of the outer trace, which is watched by its owner or not at all: made anew,
+            # so that the outer one learns what it depends on and checks what it must.
+            return self._traceable(self._traced)(*args, **kwargs)
+        with self._lock:
+            if self._program is None or self._program.is_stale():
+                self._program = _Program(self)
+            run = self._program.run
+        return run(*args, **kwargs)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Methods work too: each instance gets a step of its own."""
         if instance is None:
             return self
         bound = CompiledStep(self.python_function.__get__(instance, owner), self._jit_compile)
+        if not isinstance(getattr(instance, "__dict__", None), dict):
+            raise TypeError(
+                f"`tfloop.compile` can't keep the step {self._attribute!r}: got "
+                f"{described(instance)}, which has no `__dict__`, expected an object that has one. "
+                "Each call would trace again. "
+                f"Compile it in `__init__`: `self.{self._attribute} = tfloop.compile(...)`."
+            )
         # Kept on the instance, so that the next access finds it and its traces.
-        instance.__dict__[self.__name__] = bound
+        instance.__dict__[self._attribute] = bound
         return bound
 
-    def _is_stale(self) -> bool:
-        """Has something changed that a trace has read?"""
-        return any(thing.fingerprint() != seen for thing, seen in self._fingerprints.values())
+    def __deepcopy__(self, memo: dict) -> "CompiledStep":
+        """A step of its own, bound to the copy where it is a method."""
+        return CompiledStep(copy.deepcopy(self.python_function, memo), self._jit_compile)
 
-    def _new_function(self) -> Any:
-        """A `tf.function` that counts its traces and notes what they depend on."""
-        fingerprints = self._fingerprints
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        # With `tf.config.run_functions_eagerly(True)` there is no trace to count.
+        self.trace_count += not tf.executing_eagerly()
+        return self.python_function(*args, **kwargs)
 
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            self.trace_count += 1
-            with _traces.recording() as found:
-                outputs = self.python_function(*args, **kwargs)
-            fingerprints.update({key: (t, t.fingerprint()) for key, t in found.items()})
-            return outputs
-
+    def _traceable(self, fn: Callable[..., Any]) -> Any:
         options = {"jit_compile": True} if self._jit_compile else {}
-        return tf.function(traced, reduce_retracing=True, **options)
+        return tf.function(fn, reduce_retracing=True, **options)
+
+
+class _Program:
+    """The `tf.function` of a step, and what its traces depend on."""
+
+    def __init__(self, step: CompiledStep) -> None:
+        self._step = step
+        self._seen: dict[int, tuple[Dependency, object]] = {}
+        self.run = step._traceable(self._recorded)
+
+    def is_stale(self) -> bool:
+        """Has something changed that a trace has read?"""
+        return any(thing.fingerprint() != seen for thing, seen in self._seen.values())
+
+    # Autograph must go through here to the user's function.
+    def _recorded(self, *args: Any, **kwargs: Any) -> Any:
+        with _traces.recording() as found:
+            outputs = self._step._traced(*args, **kwargs)
+        self._note(found)
+        return outputs
+
+    @_traces.not_converted
+    def _note(self, found: dict[int, Dependency]) -> None:
+        # A new dict: another thread may be reading the old one.
+        self._seen = self._seen | {key: (t, t.fingerprint()) for key, t in found.items()}
 
 
 def _as_argument(leaf: Any) -> Any:
-    """Numbers as tensors, so that a new value is no new trace."""
-    if isinstance(leaf, (bool, np.bool_)):
-        return leaf
-    if isinstance(leaf, (int, np.integer)):
-        fits = -(2**31) <= leaf < 2**31
-        return tf.constant(leaf, tf.int32 if fits else tf.int64)
-    if isinstance(leaf, (float, np.floating)):
-        return tf.constant(leaf, tf.float32)
+    """Numbers as tensors, so that a new value is no new trace; bools and enums stay Python."""
+    if type(leaf) is int or isinstance(leaf, np.integer):
+        if -(2**31) <= leaf < 2**31:
+            return tf.constant(leaf, tf.int32)
+        return tf.constant(leaf, tf.int64) if -(2**63) <= leaf < 2**63 else leaf
+    if type(leaf) is float or isinstance(leaf, np.floating):
+        double = keras.config.floatx() == "float64"
+        return tf.constant(leaf, tf.float64 if double else tf.float32)
     return leaf

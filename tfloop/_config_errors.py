@@ -65,8 +65,9 @@ def _finding(cls: type[pydantic.BaseModel], item: Any) -> str:
         return f"missing key '{path}', which has no default."
     expected = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     field = fields.get(where[-1]) if where else None
-    has_default = field is not None and not field.is_required() and not field.default_factory
-    default = f" The default is {field.default!r}." if has_default else ""
+    default = ""
+    if field is not None and not field.is_required() and not field.default_factory:
+        default = f" The default is {field.default!r}."
     return f"`{path or cls.__name__}` got {item['input']!r}, {expected}.{default}"
 
 

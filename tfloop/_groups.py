@@ -233,7 +233,7 @@ class ParamGroup:
             these.
 
         Returns:
-          Path -> variable: floating-point variables only, frozen ones included.
+          Path -> variable: parameters, frozen ones included; statistics of BatchNorm aren't.
         Mutates: nothing.
         Graph mode: pure Python.
 
@@ -247,7 +247,7 @@ class ParamGroup:
         group = self.bind()
         return {
             path: variable
-            for path, variable in book.floating().items()
+            for path, variable in book.trainable_kinds().items()
             if group.matches_any(book.paths_of(path), variable)
         }
 

@@ -6,14 +6,18 @@ The functional sibling of `GradientsAccumulator`: no buffers that outlive the ca
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfloop import _sparse, _traces
+from tfloop._accumulate import checked_weight, weighted
+from tfloop._arguments import whole_number
 from tfloop._gradients import GradientsParams
 from tfloop._messages import described
 
 _CALL = "microbatch(fn, batch, num=...)"
-_SUM, _CONCAT, _STACK = "sum", "concat", "stack"
+_Tensors = dict[str, tf.Tensor]
+_WEIGHT = ""  # the key of the weights among the sums, which are keyed by path
 
 
 @_traces.not_converted
@@ -29,141 +33,140 @@ def microbatch(
         sum over pieces of w_i g_i / sum of w_i,   w_i = rows of piece i, or weight(piece i)
 
     The leading axis of the batch is cut into pieces of ceil(n / num) rows; the last may be short,
-    none is empty, so there may be fewer than `num`. In a trace the pieces run in one graph loop.
+    none is empty, so there may be fewer than `num`. In a trace the pieces run one after the other
+    in one graph loop, so that a piece's activations are gone before the next begins.
+
+    What a layer computes over the batch is computed over a piece: see `GradientsAccumulator` for
+    BatchNormalization.
 
     Args:
       fn: piece -> (gradients, outputs): a step without its update. The loss is a mean over what
         the weight counts.
-      batch: A tensor or a structure of tensors with one common leading axis.
+      batch: A tensor or array, or a structure of these with one common leading axis.
       num: At most so many pieces.
-      weight: piece -> scalar, such as its number of tokens; by default its rows.
+      weight: piece -> scalar, such as its number of tokens; by default its rows. A piece of
+        weight 0 adds nothing, even where its mean over nothing is NaN.
 
     Returns:
       The mean gradients by path: dense ones in float32 or float64, sparse ones still sparse, with
       the rows of all pieces side by side. And the outputs: scalars stacked, one per piece; others
       concatenated on their leading axis.
     Mutates: what `fn` does.
-    Graph mode: works, jitted too; `fn` is traced once. An empty batch or weights that sum to 0
-      raise when they run, except under XLA.
+    Graph mode: works, jitted too; `fn` is traced once, for a piece whose leading axis is open
+      unless all pieces have one known size. An empty batch, parts of different lengths, a bad
+      weight and weights that sum to 0 raise when they run, except under XLA.
 
     Raises:
-      TypeError: `fn` doesn't return (GradientsParams, outputs), or `num` isn't an int.
+      TypeError: `fn` doesn't return (GradientsParams, outputs), `num` isn't an int, or the batch
+        holds something else than tensors.
       ValueError: `num` is below 1, the batch is empty or its parts differ in length, or the
-        weights sum to 0.
+        weights are negative, not finite or sum to 0.
     """
-    rows = _checked_rows(batch, num)
+    num = whole_number(_CALL, "num", num, least=1, fix="num=4")
+    batch, rows = _checked(batch)
     size = -(-rows // num)
-    whole = rows // size  # pieces of full size; the rest makes one more
-    rest = rows - whole * size
-    pieces = _Pieces(fn, batch, weight)
-    if tf.executing_eagerly():
-        total = pieces.in_turn([min(size, rows - at) for at in range(0, rows, size)], size)
-    else:
-        total = pieces.in_loop(whole, size)
-        if not isinstance(rest, int):
-            tail = lambda: pieces.joined(total, pieces.measured(whole * size, rest))  # noqa: E731
-            total = tf.cond(rest > 0, tail, lambda: total)
-        elif rest:
-            total = pieces.joined(total, pieces.measured(whole * size, rest))
-    return pieces.result(total)
+    if not isinstance(size, int):
+        size = tf.maximum(size, 1)  # TensorFlow may divide by it before it has checked the batch
+    pieces = _Pieces(fn, batch, weight, rows, size)
+    return pieces.result(pieces.in_turn() if tf.executing_eagerly() else pieces.in_loop())
 
 
 class _Pieces:
-    """Runs `fn` on pieces of a batch, and merges what it gives as one flat list of tensors.
+    """Runs `fn` on pieces of a batch and merges what it gives.
 
-    The list is: weight, then per path the weighted gradient (values and row numbers for a sparse
-    one), then the outputs. How it is packed is known after the first piece.
+    A result is two flat dicts: what is added up (the weight, weighted dense gradients) and what is
+    put side by side (rows of sparse gradients and their numbers, outputs).
     """
 
-    def __init__(self, fn: Callable, batch: Any, weight: Callable | None) -> None:
+    def __init__(
+        self, fn: Callable, batch: Any, weight: Callable | None, rows: Any, size: Any
+    ) -> None:
         self._fn = fn
         self._batch = batch
         self._weight = weight
-        self._rules: list[str] = []
-        self._dense: list[str] = []
-        self._sparse: dict[str, Any] = {}
+        self._rows = rows
+        self._size = size
+        self._shapes: dict[str, Any] = {}  # of the sparse gradients
         self._outputs: Any = None
-        self._measure: Callable = self._measured
-        if not tf.executing_eagerly():
-            spec = tf.nest.map_structure(
-                lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), batch
-            )
-            self._measure = tf.function(self._measured, input_signature=[spec])
-            self._measure.get_concrete_function()
 
-    def measured(self, begin: Any, rows: Any) -> list[tf.Tensor]:
-        """The flat list of one piece."""
-
-        def cut(tensor: tf.Tensor) -> tf.Tensor:
-            piece = tensor[begin : begin + rows]
-            if isinstance(rows, int):
-                piece.set_shape([rows, *tensor.shape[1:]])
-            return piece
-
-        return self._measure(tf.nest.map_structure(cut, self._batch))
-
-    def in_turn(self, sizes: list[int], size: int) -> list[tf.Tensor]:
+    def in_turn(self) -> tuple[_Tensors, _Tensors]:
         """All pieces, one after the other."""
-        found = [self.measured(n * size, rows) for n, rows in enumerate(sizes)]
-        merge = {_SUM: tf.add_n, _CONCAT: lambda parts: tf.concat(parts, 0), _STACK: tf.stack}
-        return [merge[r](list(p)) for r, p in zip(self._rules, zip(*found, strict=True), strict=True)]
+        total: tuple[_Tensors, _Tensors] = {}, {}
+        for begin in range(0, self._rows, self._size):
+            total = _merged(total, self._measured(self._cut(begin, self._size)))
+        return total
 
-    def in_loop(self, whole: Any, size: Any) -> list[tf.Tensor]:
-        """The pieces of full size, in one graph loop."""
-        specs = self._measure.get_concrete_function().structured_outputs
+    def in_loop(self) -> tuple[_Tensors, _Tensors]:
+        """The pieces of full size in one graph loop, then the rest."""
+        whole, rest = self._rows // self._size, self._rows % self._size
+        even = isinstance(rest, int) and rest == 0
+        leading = tf.TensorShape([self._size if even else None])
+        spec = tf.nest.map_structure(
+            lambda t: tf.TensorSpec(leading.concatenate(t.shape[1:]), t.dtype), self._batch
+        )
+        # A function of its own, so that `fn` is traced once for the loop and for the rest.
+        measured = tf.function(self._measured, input_signature=[spec])
+        sums, rows = measured.get_concrete_function().structured_outputs
+        held = (
+            {key: _zeros(key, spec) for key, spec in sums.items()},
+            {
+                key: tf.TensorArray(s.dtype, whole, infer_shape=False, element_shape=s.shape)
+                for key, s in rows.items()
+            },
+        )
 
-        def start(rule: str, spec: Any) -> Any:
-            if rule == _SUM:
-                return tf.zeros(spec.shape, spec.dtype)
-            return tf.TensorArray(
-                spec.dtype, size=whole, infer_shape=False, element_shape=spec.shape
+        def body(n: tf.Tensor, held: Any) -> tuple[tf.Tensor, Any]:
+            sums, rows = measured(self._cut(n * self._size, self._size))
+            return n + 1, (
+                {key: total + sums[key] for key, total in held[0].items()},
+                {key: array.write(n, rows[key]) for key, array in held[1].items()},
             )
 
-        def body(n: tf.Tensor, held: list[Any]) -> tuple[tf.Tensor, list[Any]]:
-            found = self.measured(n * size, size)
-            pairs = zip(self._rules, held, found, strict=True)
-            held = [h + f if rule == _SUM else h.write(n, f) for rule, h, f in pairs]
-            return n + 1, held
+        # Pieces don't depend on each other: left to itself TensorFlow would run ten at a time.
+        n, held = tf.while_loop(
+            lambda n, _: n < whole, body, (tf.constant(0), held), parallel_iterations=1
+        )
+        total = held[0], {key: array.concat() for key, array in held[1].items()}
+        if even:
+            return total
+        # Cut by the loop's own count, so that the rest waits for its end.
+        last = lambda: _merged(total, measured(self._cut(n * self._size, rest)))  # noqa: E731
+        return last() if isinstance(rest, int) else tf.cond(rest > 0, last, lambda: total)
 
-        held = [start(rule, spec) for rule, spec in zip(self._rules, specs, strict=True)]
-        _, held = tf.while_loop(lambda n, _: n < whole, body, (tf.constant(0), held))
-        finish = {_SUM: lambda h: h, _CONCAT: lambda h: h.concat(), _STACK: lambda h: h.stack()}
-        return [finish[rule](h) for rule, h in zip(self._rules, held, strict=True)]
-
-    def joined(self, total: list[tf.Tensor], last: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The merged list with one more piece."""
-        join = {
-            _SUM: lambda a, b: a + b,
-            _CONCAT: lambda a, b: tf.concat([a, b], 0),
-            _STACK: lambda a, b: tf.concat([a, b[tf.newaxis]], 0),
-        }
-        return [join[r](a, b) for r, a, b in zip(self._rules, total, last, strict=True)]
-
-    def result(self, total: list[tf.Tensor]) -> tuple[GradientsParams, Any]:
-        """The mean gradients and the outputs from the merged list."""
-        weight, *parts = total
+    def result(self, total: tuple[_Tensors, _Tensors]) -> tuple[GradientsParams, Any]:
+        """The mean gradients and the outputs from the merged result."""
+        sums, rows = total
+        weight = sums.pop(_WEIGHT)
         text = f"`{_CALL}` can't take the mean: the weights of all pieces sum to 0"
         if tf.executing_eagerly() and float(weight) == 0:
             raise ValueError(
                 f"{text}, expected more. The batch holds nothing that counts. Skip such a batch: "
                 "`if weight(batch) > 0:`."
             )
-        check = tf.debugging.Assert(weight > 0, [text])
-        with tf.control_dependencies([check] if check is not None else []):
-            weight = tf.identity(weight)
         grads: dict[str, Any] = {}
-        for path in self._dense:
-            grads[path] = _divided(parts.pop(0), weight)
-        for path, dense_shape in self._sparse.items():
-            values, numbers = _divided(parts.pop(0), weight), parts.pop(0)
-            shape = tf.constant(dense_shape, numbers.dtype)
-            grads[path] = tf.IndexedSlices(values, numbers, shape)
-        outputs = tf.nest.pack_sequence_as(self._outputs, parts, expand_composites=True)
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=weight > 0, data=[text])]):
+            for path, summed in sums.items():
+                grads[path] = _divided(summed, weight)
+            for path, shape in self._shapes.items():
+                values = _divided(rows[f"values/{path}"], weight)
+                shape = None if shape is None else tf.constant(shape)
+                sparse = tf.IndexedSlices(values, rows[f"numbers/{path}"], shape)
+                # Both occur where a parameter is looked up in one piece and multiplied in another.
+                grads[path] = _sparse.add(grads[path], sparse) if path in grads else sparse
+        found = (rows[key] for key in sorted(key for key in rows if key.startswith("outputs/")))
+        outputs = tf.nest.map_structure(lambda there: next(found) if there else None, self._outputs)
         return GradientsParams(grads), outputs
 
-    def _measured(self, piece: Any) -> list[tf.Tensor]:
-        """Runs `fn` on one piece and notes how its result is packed."""
+    # Autograph converts this much, so that it reaches the functions of the user.
+    def _measured(self, piece: Any) -> tuple[_Tensors, _Tensors]:
+        """Runs `fn` on one piece."""
         returned = self._fn(piece)
+        weight = None if self._weight is None else self._weight(piece)
+        return self._packed(piece, returned, weight)
+
+    @_traces.not_converted
+    def _packed(self, piece: Any, returned: Any, weight: Any) -> tuple[_Tensors, _Tensors]:
+        """The result of one piece, weighted."""
         is_pair = isinstance(returned, tuple) and len(returned) == 2
         if not is_pair or not isinstance(returned[0], GradientsParams):
             raise TypeError(
@@ -172,57 +175,84 @@ class _Pieces:
                 "`return GradientsParams.from_grads(grads, model), loss`."
             )
         grads, outputs = returned[0]._consume(_CALL), returned[1]
-        weight = self._weight_of(piece)
-        sparse = {p: g for p, g in grads.items() if _sparse_rows(g) is not None}
-        self._dense = [path for path in grads if path not in sparse]
-        self._sparse = {path: _sparse_rows(grad) for path, grad in sparse.items()}
-        flat = [weight, *(_weighted(_sparse.densify(grads[p]), weight) for p in self._dense)]
-        for grad in sparse.values():
-            flat += [_weighted(grad.values, weight), grad.indices]
-        found = tf.nest.flatten(outputs, expand_composites=True)
-        found = [tf.convert_to_tensor(output) for output in found]
-        self._rules = [_SUM] * (1 + len(self._dense)) + [_CONCAT] * (2 * len(sparse))
-        self._rules += [_STACK if output.shape.rank == 0 else _CONCAT for output in found]
-        self._outputs = tf.nest.map_structure(lambda _: 0, outputs, expand_composites=True)
-        return [*flat, *found]
+        if weight is None:
+            weight = tf.shape(tf.nest.flatten(piece)[0])[0]
+        weight = checked_weight(_CALL, weight)
+        sums, rows = {_WEIGHT: weight}, {}
+        for path, grad in grads.items():
+            grad = weighted(_sparse.cast(grad, _sparse.accumulation_dtype(grad.dtype)), weight)
+            if not _sparse.is_sparse(grad):
+                sums[path] = grad
+                continue
+            rows[f"values/{path}"], rows[f"numbers/{path}"] = grad.values, grad.indices
+            # Where it isn't known, `step` and `accumulate` take it from the variable.
+            shape = grad.dense_shape
+            self._shapes[path] = None if shape is None else tf.get_static_value(shape)
+        for number, output in enumerate(tf.nest.flatten(outputs)):
+            if output is not None:
+                output = _as_output(output)
+                rows[f"outputs/{number:06}"] = output if output.shape.rank else output[tf.newaxis]
+        self._outputs = tf.nest.map_structure(lambda output: output is not None, outputs)
+        return sums, rows
 
-    def _weight_of(self, piece: Any) -> tf.Tensor:
-        if self._weight is None:
-            return tf.cast(tf.shape(tf.nest.flatten(piece)[0])[0], tf.float64)
-        weight = tf.convert_to_tensor(self._weight(piece))
-        if weight.shape.rank not in (0, None):
-            raise ValueError(
-                f"`{_CALL}` got a weight of shape {tuple(weight.shape)}, expected a scalar for "
-                "each piece. Sum it: `weight=lambda piece: tf.reduce_sum(piece.mask)`."
-            )
-        return tf.cast(weight, tf.float64)
+    def _cut(self, begin: Any, rows: Any) -> Any:
+        """The rows of the batch from `begin` on."""
+        if isinstance(begin, int):
+            return tf.nest.map_structure(lambda tensor: tensor[begin : begin + rows], self._batch)
+
+        def cut(tensor: tf.Tensor) -> tf.Tensor:
+            shape = tf.shape(tensor)[1:]
+            begins = tf.concat([[begin], tf.zeros_like(shape)], 0)
+            piece = tf.slice(tensor, begins, tf.concat([[rows], shape], 0))
+            known = tf.TensorShape([rows if isinstance(rows, int) else None])
+            return tf.ensure_shape(piece, known.concatenate(tensor.shape[1:]))
+
+        return tf.nest.map_structure(cut, self._batch)
 
 
-def _weighted(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    dtype = _sparse.accumulation_dtype(tensor.dtype)
-    return tf.cast(tensor, dtype) * tf.cast(weight, dtype)
+def _merged(
+    total: tuple[_Tensors, _Tensors], more: tuple[_Tensors, _Tensors]
+) -> tuple[_Tensors, _Tensors]:
+    """The results of two runs; eager pieces may differ in which parameters they reach."""
+    (sums, rows), (sums_, rows_) = total, more
+    added = {key: sums[key] + tensor if key in sums else tensor for key, tensor in sums_.items()}
+    beside = {
+        key: tf.concat([rows[key], tensor], 0) if key in rows else tensor
+        for key, tensor in rows_.items()
+    }
+    return sums | added, rows | beside
 
 
 def _divided(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    return tensor / tf.cast(weight, tensor.dtype)
+    """The mean; 0 and not NaN for a weight of 0 under XLA, which drops the check."""
+    return tf.math.divide_no_nan(tensor, tf.cast(weight, tensor.dtype))
 
 
-def _sparse_rows(grad: Any) -> Any:
-    """The dense shape of a sparse gradient if it is known when tracing, else `None`."""
-    if not _sparse.is_sparse(grad) or grad.dense_shape is None:
-        return None
-    return tf.get_static_value(grad.dense_shape)
-
-
-def _checked_rows(batch: Any, num: Any) -> Any:
-    """The rows of a batch: an int where it is known, else a scalar tensor."""
-    if isinstance(num, bool) or not isinstance(num, int):
-        raise TypeError(
-            f"`{_CALL}` got {described(num)} as num, expected an int: the number of pieces is "
-            "fixed when a step is traced. Write `num=4`."
+def _zeros(path: str, spec: tf.TensorSpec) -> tf.Tensor:
+    if not spec.shape.is_fully_defined():
+        raise ValueError(
+            f"`{_CALL}` got a gradient of shape {spec.shape} for {path!r}, expected the variable's "
+            "own. A `tf.py_function` in the model hides shapes. Say them there: "
+            "`tf.ensure_shape(output, shape)`."
         )
-    if num < 1:
-        raise ValueError(f"`{_CALL}` got num={num}, expected at least 1. One piece is `num=1`.")
+    return tf.zeros(spec.shape, spec.dtype)
+
+
+def _as_output(output: Any) -> tf.Tensor:
+    try:
+        return tf.convert_to_tensor(output)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{_CALL}` got {described(output)} among the outputs, expected dense tensors: only "
+            "these are put together over the pieces. Leave it out, or convert it: `x.to_tensor()`."
+        ) from error
+
+
+def _checked(batch: Any) -> tuple[Any, Any]:
+    """The batch as tensors, and its rows: an int where they are known, else a scalar tensor."""
+    batch = tf.nest.map_structure(
+        lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, batch
+    )
     leaves = tf.nest.flatten(batch)
     if not leaves or not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
         odd = next((leaf for leaf in leaves if not isinstance(leaf, tf.Tensor)), batch)
@@ -231,8 +261,7 @@ def _checked_rows(batch: Any, num: Any) -> Any:
             "cut. Convert it, `tf.convert_to_tensor(x)`, or close over it in `fn`."
         )
     lengths = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
-    scalars = [leaf for leaf in leaves if leaf.shape.rank == 0]
-    if scalars or len(lengths - {None}) > 1:
+    if any(leaf.shape.rank == 0 for leaf in leaves) or len(lengths - {None}) > 1:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
         raise ValueError(
             f"`{_CALL}` needs one common leading axis: got the shapes {shapes}. The batch is cut "
@@ -244,4 +273,11 @@ def _checked_rows(batch: Any, num: Any) -> Any:
             f"`{_CALL}` got an empty batch: 0 rows, expected at least 1. The data ran out. "
             "Skip it: `if len(x):`."
         )
-    return known if known is not None else tf.shape(leaves[0])[0]
+    if None not in lengths:
+        return batch, known
+    rows = tf.stack([tf.shape(leaf)[0] for leaf in leaves])
+    text = f"`{_CALL}` got an empty batch, or parts of different lengths:"
+    sound = tf.logical_and(rows[0] > 0, tf.reduce_all(tf.equal(rows, rows[0])))
+    with tf.control_dependencies([tf.raw_ops.Assert(condition=sound, data=[text, rows])]):
+        batch, rows = tf.nest.map_structure(tf.identity, (batch, rows[0]))
+    return batch, rows if known is None else known

@@ -1,22 +1,30 @@
 """`train()` and `valid()`: a model seen in training or in inference mode, itself untouched.
 
 A view passes the training flag explicitly at every call. Nothing ambient is switched: Keras'
-own context isn't seen by other threads, and is left changed by some calls (see `valid`). The
-functions that run or write a model with other values live here too.
+own context isn't seen by other threads, and is left changed by some calls (see `valid`).
 """
 
 import copy
-import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfloop import _traces
+from tfloop._graphs import is_plain_object
 from tfloop._messages import described, listed
-from tfloop._paths import AddressBook, address_book, is_model, tf_variable, unwrap
+from tfloop._paths import (
+    AddressBook,
+    address_book,
+    is_model,
+    is_variable,
+    parts_of,
+    unchecked_book,
+    unwrap,
+)
 
 _FLAGS = ("training", "is_training")
 
@@ -24,17 +32,18 @@ _FLAGS = ("training", "is_training")
 def train(model: Any) -> Any:
     """Gives a view of a model that runs in training mode.
 
-    `view(x)` is `model(x, training=True)`, whether or not the model's `call` takes `training`: Keras
-    passes it on to the layers inside. A `tf.Module` gets `training` or `is_training` if its
-    `__call__` takes it. Attributes that are layers or modules come back as views of the same mode
+    `view(x)` is `model(x, training=True)`, whether or not the model's `call` takes `training`:
+    Keras passes it on to the layers inside. A `tf.Module` gets `training` or `is_training` if its
+    `__call__` names it. Attributes that are layers or modules come back as views of the same mode
     (`view.generator(z)`), other attributes as they are; methods run on the model itself. An
     explicit `training=` at the call wins. No variable is copied, and the model isn't changed.
 
     Args:
-      model: A Keras model or layer, a `tf.Module`, a view, or a dict or list of these.
+      model: A Keras model or layer, a `tf.Module`, a view, or a dict or list of these and of
+        variables.
 
     Returns:
-      A view, or a dict or list of views.
+      A view, or a dict or list of views; variables in it as they are.
     Mutates: nothing.
     Graph mode: works; the mode is baked in when the call is traced.
 
@@ -57,10 +66,11 @@ def valid(model: Any) -> Any:
     to every layer in such a `call`. A flag that a model hard-codes can't be switched from outside.
 
     Args:
-      model: A Keras model or layer, a `tf.Module`, a view, or a dict or list of these.
+      model: A Keras model or layer, a `tf.Module`, a view, or a dict or list of these and of
+        variables.
 
     Returns:
-      A view, or a dict or list of views.
+      A view, or a dict or list of views; variables in it as they are, on the tape.
     Mutates: nothing. `model.losses` is renewed by a call, as by every call.
     Graph mode: works; the mode is baked in when the call is traced.
 
@@ -70,19 +80,19 @@ def valid(model: Any) -> Any:
     return _view(model, False, "valid(model)")
 
 
-def _view(model: Any, training: bool, call: str) -> Any:
+def _view(model: Any, training: bool, call: str, inside: bool = False) -> Any:
     model = unwrap(model)
-    if isinstance(model, Mapping):
-        return {name: _view(part, training, call) for name, part in model.items()}
-    if isinstance(model, (list, tuple)):
-        return [_view(part, training, call) for part in model]
-    if not is_model(model):
+    if is_model(model):
+        return View(model, training)
+    if inside and is_variable(model):
+        return model
+    if parts_of(model) is None:
         raise TypeError(
             f"`{call}` needs a model: got {described(model)}, expected a keras.Model or "
-            "keras.Layer, a tf.Module, or a dict or list of these. "
-            "Pass the model itself, not a result of it: `tfloop.train(model)(x)`."
+            "keras.Layer, a tf.Module, or a dict or list of these. It may be the result of a "
+            "model. View the model, then call it: `tfloop.train(model)(x)`."
         )
-    return View(model, training)
+    return _mapped(lambda part: _view(part, training, call, inside=True), model)
 
 
 class View:
@@ -96,19 +106,20 @@ class View:
     is_tfloop_view = True
     __slots__ = ("module", "training", "_values")
 
-    def __init__(self, module: Any, training: bool, values: dict[str, Any] | None = None) -> None:
+    def __init__(self, module: Any, training: bool, values: Any = None) -> None:
         object.__setattr__(self, "module", module)
         object.__setattr__(self, "training", training)
-        object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_values", values or {})
 
     # Not kept from autograph: it must reach the `__call__` of a tf.Module.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model in this mode; an explicit `training=` wins."""
         kwargs = _with_flag(self.module, self.training, args, kwargs)
-        if self._values is None:
-            outputs = self.module(*args, **kwargs)
-        else:
+        if self._values:
             outputs = _call_with_values(self.module, self._values, args, kwargs)
+        else:
+            outputs = self.module(*args, **kwargs)
+        _note_flags(self.module)
         return outputs if self.training else _detached(outputs)
 
     def train(self) -> "View":
@@ -123,10 +134,12 @@ class View:
     def with_values(self, values: Mapping[str, Any]) -> "View":
         """A view that runs with tensors in place of variables, differentiably.
 
-        For methods that look ahead (MAML, SAM): the gradient flows into the tensors.
+        For methods that look ahead (MAML, SAM): the gradient flows into the tensors. Views of the
+        parts (`view.encoder`) run with them, too.
 
         Args:
-          values: Path -> tensor of the variable's shape; other variables keep their values.
+          values: Path -> tensor of the variable's shape; other variables keep their values, or
+            those of an earlier `with_values`.
 
         Returns:
           A view of the same mode. State changes inside its calls (statistics, seeds) are dropped.
@@ -134,224 +147,190 @@ class View:
         Graph mode: works.
 
         Raises:
-          ValueError: An unknown path, or another shape.
-          TypeError: The model isn't a Keras model.
+          ValueError: An unknown path, another shape, or two values for one variable.
+          TypeError: The model isn't a Keras model, or a variable isn't Keras'.
         """
         call = "view.with_values(values)"
         if not isinstance(self.module, keras.layers.Layer):
             raise TypeError(
-                f"`{call}` needs a Keras model: got {described(self.module)}. Keras alone can run "
-                "with other values. Wrap the computation in a keras.Model, or write a function of "
-                "the weights: `net(x, weights)`."
+                f"`{call}` needs a Keras model: got {described(self.module)}, expected a "
+                "keras.Model or keras.Layer. Keras alone can run with other values. Wrap the "
+                "computation: `class Net(keras.Model): ...`."
+            )
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"`{call}` needs a mapping: got {described(values)}, expected path -> tensor. "
+                "A list has no paths. Key it: `dict(zip(tfloop.named_parameters(model), values))`."
             )
         book = address_book(self.module, call)
-        known = {_known_path(book, path, call): value for path, value in values.items()}
-        for path, value in known.items():
-            _check_shape(call, path, book.variables[path], value)
-        return View(self.module, self.training, (self._values or {}) | known)
+        given: dict[str, Any] = {}
+        for path, value in values.items():
+            canonical = _checked_path(book, path, value, call)
+            if canonical in given:
+                raise ValueError(
+                    f"`{call}` got two values for one variable: {path!r} and another path lead to "
+                    f"{canonical!r}, expected one. The variable is tied. Leave one out: "
+                    f"`values.pop({path!r})`."
+                )
+            given[canonical] = value
+        known = {id(v): (v, given[path]) for path, v in book.variables.items() if path in given}
+        return View(self.module, self.training, self._values | known)
 
     def __getattr__(self, name: str) -> Any:
+        """Parts of the model as views of the same mode; other attributes as they are."""
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return _seen(getattr(self.module, name), self.training)
+        return self._seen(getattr(self.module, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses: a view holds nothing."""
         raise AttributeError(
-            f"`view.{name} = ...` would change a view: got {described(self.module)}, expected the "
-            f"model. A view holds no state. Set it on the model: `view.module.{name} = ...`."
+            f"`view.{name} = ...` would change a view: got {self!r}, expected the model. A view "
+            f"holds no state. Set it on the model: `view.module.{name} = ...`."
         )
 
     def __eq__(self, other: object) -> bool:
+        """The same model in the same mode, with the same values?"""
         if not isinstance(other, View):
             return NotImplemented
         same = self.module is other.module and self.training == other.training
-        return same and self._values is other._values
+        return same and self._value_ids() == other._value_ids()
 
     def __hash__(self) -> int:
+        """By identity of the model, as `==`."""
         return hash((id(self.module), self.training))
 
+    def __reduce__(self) -> tuple:
+        """Copies and pickles as its model."""
+        return View, (self.module, self.training, self._values)
+
+    def __copy__(self) -> "View":
+        """Another view of the same model."""
+        return View(self.module, self.training, self._values)
+
     def __dir__(self) -> list[str]:
+        """What the model has, and what the view adds."""
         return sorted({*object.__dir__(self), *dir(self.module)})
 
     def __repr__(self) -> str:
+        """`train('net' (Sequential))`."""
         mode = "train" if self.training else "valid"
-        values = f".with_values({listed(self._values)})" if self._values else ""
+        names = listed(variable.path for variable, _ in self._values.values())
+        values = f".with_values({names})" if self._values else ""
         return f"{mode}({described(self.module)}){values}"
 
+    def _seen(self, value: Any) -> Any:
+        if is_model(value):
+            return View(unwrap(value), self.training, self._values)
+        return _mapped(self._seen, value) if _holds_models(value) else value
 
-def _seen(value: Any, training: bool) -> Any:
-    """An attribute of a viewed model: parts in the same mode, other things as they are."""
-    if is_model(value):
-        return View(unwrap(value), training)
-    if isinstance(value, Mapping) and any(_holds_models(part) for part in value.values()):
-        return {name: _seen(part, training) for name, part in value.items()}
-    if isinstance(value, (list, tuple)) and any(_holds_models(part) for part in value):
-        return [_seen(part, training) for part in value]
-    return value
+    def _value_ids(self) -> dict[int, int]:
+        return {key: id(value) for key, (_, value) in self._values.items()}
+
+
+def _mapped(fn: Any, container: Any) -> Any:
+    """A plain dict, list or tuple of the same form with `fn` of each part."""
+    if isinstance(container, Mapping):
+        return {name: fn(part) for name, part in container.items()}
+    parts = map(fn, container)
+    if hasattr(container, "_fields"):
+        return type(container)(*parts)
+    return tuple(parts) if isinstance(container, tuple) else list(parts)
 
 
 def _holds_models(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_models(part) for part in value)
-    return is_model(value)
+    return any(is_model(part) or _holds_models(part) for part in parts_of(value) or ())
 
 
 @_traces.not_converted
 def _with_flag(module: Any, training: bool, args: tuple, kwargs: dict) -> dict:
     """The keyword arguments with the training flag, unless the caller gave one."""
-    if isinstance(module, keras.layers.Layer):
-        # What the trace bakes in: a frozen BatchNorm runs as in inference.
-        if module.built and module.variables:
-            _traces.depends_on(address_book(module))
-        name, parameters = "training", inspect.signature(module.call).parameters
-    else:
-        parameters = inspect.signature(type(module).__call__).parameters
-        parameters = dict(list(parameters.items())[1:])
-        name = next((flag for flag in _FLAGS if flag in parameters), "")
-    explicit = next((flag for flag in _FLAGS if flag in kwargs and name), None)
-    position = list(parameters).index(name) if name in parameters else len(args)
-    if not name or position < len(args):
+    if any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten((args, kwargs))):
+        mode = "train" if training else "valid"
+        raise TypeError(
+            f"`{mode}(model)(x)` needs values: got a symbolic keras.KerasTensor, expected a tensor "
+            "or array. A Functional model keeps no mode: the flag of its own call overrides it. "
+            f"Build with the model, view the result: `tfloop.{mode}(keras.Model(x, model(x)))`."
+        )
+    is_keras = isinstance(module, keras.layers.Layer)
+    names = _keras_arguments(module) if is_keras else _arguments(type(module))  # type: ignore[arg-type]
+    given = [kwargs[flag] for flag in _FLAGS if flag in kwargs]
+    taken = [flag for flag in _FLAGS if flag in names]
+    if any(names.index(flag) < len(args) for flag in taken):
+        return kwargs  # the caller gave it by position
+    if is_keras:
+        taken = ["training", *(flag for flag in taken if flag != "training")]
+    elif not taken:
         return kwargs
-    if explicit is None:
-        return {**kwargs, name: training}
-    return {**{k: v for k, v in kwargs.items() if k != explicit}, name: kwargs[explicit]}
+    others = {name: value for name, value in kwargs.items() if name not in _FLAGS}
+    return others | dict.fromkeys(taken, given[0] if given else training)
 
 
-def _call_with_values(module: Any, values: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+def _keras_arguments(layer: keras.layers.Layer) -> list[str]:
+    return list(layer.call_signature_parameters)
+
+
+@functools.lru_cache(maxsize=256)
+def _arguments(kind: type) -> list[str]:
+    """The names of what a tf.Module's `__call__` takes, without `self`."""
+    return list(inspect.signature(kind.__call__).parameters)[1:]
+
+
+@_traces.not_converted
+def _note_flags(module: Any) -> None:
+    """Tells the trace being made that a frozen layer runs in its own way."""
+    if _traces.is_recorded():
+        _traces.depends_on(unchecked_book(module))
+
+
+def _call_with_values(module: Any, values: dict[int, Any], args: tuple, kwargs: dict) -> Any:
     """Runs a Keras model with tensors in the place of variables."""
-    variables = address_book(module).variables
-    mapping = [(variables[path], value) for path, value in values.items()]
-    with keras.StatelessScope(state_mapping=mapping):
+    with keras.StatelessScope(state_mapping=list(values.values())):
         return module(*args, **kwargs)
 
 
 @_traces.not_converted
 def _detached(outputs: Any) -> Any:
     """Cuts outputs from every tape, whatever they are packed in."""
+    copies: dict[int, Any] = {}
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, tf.Tensor):
             return tf.stop_gradient(leaf)
-        if isinstance(leaf, (tf.Variable, keras.Variable)):
+        if is_variable(leaf):
             return tf.stop_gradient(tf.convert_to_tensor(leaf))
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = {f.name: _detached(getattr(leaf, f.name)) for f in dataclasses.fields(leaf)}
-            return dataclasses.replace(leaf, **fields)
-        return leaf
+        if is_plain_object(leaf) and id(leaf) not in copies:  # such as a dataclass
+            copies[id(leaf)] = other = copy.copy(leaf)
+            for name, value in vars(leaf).items():
+                object.__setattr__(other, name, mapped(value))  # which may be frozen
+        return copies.get(id(leaf), leaf)
 
-    return tf.nest.map_structure(cut, outputs, expand_composites=True)
+    def mapped(value: Any) -> Any:
+        return tf.nest.map_structure(cut, value, expand_composites=True)
 
-
-@_traces.not_converted
-def blend(target: Any, source: Any, rate: Any = 1.0) -> None:
-    """Moves the float variables of one model towards those of another, path by path.
-
-        target += rate * (source - target)
-
-    A rate of 1 copies (target networks), 1 - momentum keeps an average (EMA teachers).
-
-    Args:
-      target: The model that is written, as in `named_variables`.
-      source: The model that is read; the same paths and shapes.
-      rate: A number or scalar tensor in [0, 1].
-
-    Mutates: every floating variable of `target`, frozen ones and statistics included; or nothing,
-      if it raises.
-    Graph mode: works; a tensor rate isn't checked.
-
-    Raises:
-      ValueError: Paths or shapes differ, or a Python rate is outside [0, 1].
-    """
-    call = "blend(target, source)"
-    if isinstance(rate, (int, float)) and not 0.0 <= rate <= 1.0:
-        raise ValueError(
-            f"`blend(target, source, rate)` needs a rate in [0, 1]: got {rate!r}. It is the share "
-            "of the source; for a momentum m write `rate=1 - m`."
-        )
-    targets = address_book(target, call).floating()
-    sources = address_book(source, call).floating()
-    lone = [path for path in targets if path not in sources]
-    extra = [path for path in sources if path not in targets]
-    if lone or extra:
-        raise ValueError(
-            f"`{call}` needs two models of the same paths: got {listed(lone)} only in the target, "
-            f"{listed(extra)} only in the source. Build both from one function: "
-            "`target = build(); source = build()`."
-        )
-    for path, variable in targets.items():
-        _check_shape(call, path, variable, sources[path])
-    for path, variable in targets.items():
-        goal = tf.cast(tf.convert_to_tensor(tf_variable(sources[path])), variable.dtype)
-        if isinstance(rate, (int, float)) and rate == 1.0:
-            tf_variable(variable).assign(goal)  # exact, where adding a difference would round
-        else:
-            variable = tf_variable(variable)
-            variable.assign_add(tf.cast(rate, variable.dtype) * (goal - variable))
+    return mapped(outputs)
 
 
-def to_device(model: Any, device: str) -> Any:
-    """Copies a model to a device, with the same paths and values.
-
-    Gradients that are computed on the copy are keyed as those of the original, so they apply to
-    it: `GradientsParams.from_grads(grads, copy)`, then `optim.step(lr, model, grads)`.
-
-    Args:
-      model: A built Keras model or layer, a `tf.Module`, or a view (the copy has its mode).
-      device: A TensorFlow device, such as `"/GPU:0"`.
-
-    Returns:
-      The copy. It is independent: `blend(copy, model)` brings it up to date.
-    Mutates: nothing.
-    Graph mode: call it outside.
-
-    Raises:
-      ValueError: Neither Keras' config nor `copy.deepcopy` can copy it, or the copy has
-        other paths; the message shows the lines that do.
-      TypeError: It isn't a model.
-    """
-    if getattr(type(model), "is_tfloop_view", False):
-        return View(to_device(model.module, device), model.training)
-    book = address_book(model, "to_device(model, device)")
-    ways: list[Callable[[], Any]] = [lambda: copy.deepcopy(model)]
-    if isinstance(model, keras.Model):
-        ways.insert(0, lambda: keras.models.clone_model(model))
-    problem = "the copy has other paths"
-    with tf.device(device):
-        for way in ways:
-            try:
-                other = way()
-                same = list(address_book(other).variables) == list(book.variables)
-            except Exception as error:  # noqa: BLE001 - any failure to copy has one answer
-                problem = f"{type(error).__name__}: {error}"
-                continue
-            if same:
-                for path, variable in address_book(other).variables.items():
-                    variable.assign(book.variables[path])
-                return other
-    raise ValueError(
-        f"`to_device(model, device)` can't copy {book.description}: {problem}. "
-        "Build the copy yourself: `with tf.device(device): other = build_model()`, then "
-        "`tfloop.blend(other, model)`."
-    )
-
-
-def _known_path(book: AddressBook, path: str, call: str) -> str:
+def _checked_path(book: AddressBook, path: str, value: Any, call: str) -> str:
+    """The canonical path of a Keras variable that a value fits."""
     canonical = book.resolve(path)
     if canonical is None:
         raise ValueError(
-            f"`{call}` got an unknown path: {book.unknown(path)} "
-            "`tfloop.named_variables(model)` lists them all."
+            f"`{call}` got an unknown path: {book.unknown(path)} It was keyed by another model. "
+            "List them all: `tfloop.named_variables(model)`."
         )
-    return canonical
-
-
-def _check_shape(call: str, path: str, variable: Any, value: Any) -> None:
-    shape = tf.TensorShape(value.shape if hasattr(value, "shape") else tf.shape(value))
+    variable = book.variables[canonical]
+    if not isinstance(variable, keras.Variable):
+        raise TypeError(
+            f"`{call}` can't replace {path!r}: got a tf.Variable, expected a Keras one. Keras' "
+            "layers don't read it through Keras. Make it a weight of its layer: "
+            "`self.scale = self.add_weight(...)`."
+        )
+    shape = tf.TensorShape(value.shape) if hasattr(value, "shape") else tf.constant(value).shape
     if not shape.is_compatible_with(tf.TensorShape(variable.shape)):
         raise ValueError(
-            f"`{call}` got the shape {tuple(shape)} for {path!r}, expected "
-            f"{tuple(variable.shape)}. The value belongs to another variable. "
-            "Compare `tfloop.named_variables(model)`."
+            f"`{call}` takes no such value for {path!r}: got the shape {shape}, expected "
+            f"{tuple(variable.shape)}. It belongs to another variable. "
+            "Compare them: `tfloop.named_variables(model)`."
         )
+    return canonical

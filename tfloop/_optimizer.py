@@ -1,32 +1,28 @@
-"""`ModuleOptimizer`: who owns which parameter, and the order of a step.
+"""`ModuleOptimizer`: state and routing by path, and the order of a step.
 
-Routing, checks and the order reduce, clip, rate, update live here. How one group's variables
-are updated is `_update`'s, what a group matches `_groups`', how state is written down
-`_record`'s, and the table of it `_summary`'s.
+A step goes clip, rate, update; all its checks come before its first change. Who owns which
+parameter is decided in `_routing`, how one group's variables are updated is `_update`'s business,
+and how state is written down `_record`'s.
 """
 
-import math
-import warnings
-from collections.abc import Mapping
 from typing import Any, Self
 
-import keras
-import numpy as np
 import tensorflow as tf
 
 from tfloop import _record, _summary, _traces
 from tfloop._accumulate import GradientsAccumulator
 from tfloop._clipping import GradientClipping
+from tfloop._given import as_keras_optimizer
 from tfloop._gradients import GradientsParams
-from tfloop._groups import ParamGroup, as_group, near_misses
-from tfloop._messages import described, listed
-from tfloop._paths import AddressBook, Variable, address_book, root_key
+from tfloop._groups import ParamGroup, as_group
+from tfloop._messages import described
+from tfloop._paths import AddressBook, address_book, root_key
 from tfloop._presence import apply_where
+from tfloop._routing import Group, check_clipping, owners
 from tfloop._sparse import Gradient
-from tfloop._update import GroupUpdate, as_keras_optimizer
+from tfloop._step_checks import STEP, as_rate, assert_current, assert_sound
+from tfloop._update import GroupUpdate, State
 from tfloop.schedulers._rates import ModuleLearningRate
-
-_STEP = "ModuleOptimizer.step(lr, model, grads)"
 
 
 class ModuleOptimizer(tf.train.experimental.PythonState):
@@ -71,17 +67,15 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         clipping: GradientClipping | None = None,
         strict: bool = True,
     ) -> None:
+        call = "ModuleOptimizer(optimizer)"
+        optimizer = as_keras_optimizer(optimizer, call)  # None can freeze a group, not everything
         self._strict = strict
-        fallback = _Group(ParamGroup.all(), optimizer, clipping, "ModuleOptimizer(optimizer)")
-        if fallback.update is None:
-            as_keras_optimizer(optimizer, "ModuleOptimizer(optimizer)")
-        self._groups = [fallback]
+        self._groups = [Group(ParamGroup.all(), optimizer, clipping, call)]
         self._model: Any = None
         self._book: AddressBook | None = None
         self._owner: dict[str, int] = {}
         self._pending: bytes | None = None
         self._version = 0
-        self._rate_parts: dict[Any, dict[str, int]] = {}
         counter = {"dtype": tf.int64, "trainable": False}
         self._iterations = _traces.eagerly(lambda: tf.Variable(0, name="iterations", **counter))
         self._routing = _traces.eagerly(lambda: tf.Variable(0, name="routing", **counter))
@@ -112,7 +106,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           ValueError: As in the constructor; after `build` also as `build`.
         """
         call = "ModuleOptimizer.with_group(group, optimizer)"
-        added = _Group(as_group(call, group), optimizer, clipping, call)
+        added = Group(as_group(call, group), optimizer, clipping, call)
         self._change([*self._groups, added])
         return self
 
@@ -129,7 +123,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         Raises:
           TypeError: It is neither.
         """
-        _check_clipping(clipping, "ModuleOptimizer.with_clipping(clipping)")
+        check_clipping(clipping, "ModuleOptimizer.with_clipping(clipping)")
         self._groups[0].clipping = clipping
         self._mark_changed()
         return self
@@ -157,9 +151,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return self
 
     @_traces.not_converted
-    def step(
-        self, lr: Any, model: Any, grads: GradientsParams | GradientsAccumulator
-    ) -> Any:
+    def step(self, lr: Any, model: Any, grads: GradientsParams | GradientsAccumulator) -> Any:
         """Updates the parameters that have a gradient.
 
         Args:
@@ -185,26 +177,27 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         """
         if not isinstance(grads, (GradientsParams, GradientsAccumulator)):
             raise TypeError(
-                f"`{_STEP}` needs a GradientsParams: got {described(grads)}. Gradients are applied "
+                f"`{STEP}` needs a GradientsParams: got {described(grads)}. Gradients are applied "
                 "by path. Key them: `GradientsParams.from_grads(tape.backward(loss), model)`."
             )
         _refuse_replicas()
-        rate = lr if isinstance(lr, ModuleLearningRate) or lr is None else _checked_rate(lr)
-        book = self._prepare(model, _STEP)
+        rate = lr if isinstance(lr, ModuleLearningRate) or lr is None else as_rate(lr)
+        book = self._prepare(model, STEP)
         if isinstance(grads, GradientsAccumulator):
-            found, present = grads.window(model, _STEP)
+            found, present = grads.window(model, STEP)
         else:
-            found, present = grads.checked(book, _STEP), None
+            found, present = grads.checked(book, STEP), None
         plans = [
-            (self._groups[index].update, self._with_rates(rate, self._groups[index], share, book))
-            for index, share in self._route(found, book).items()
+            (group.update, self._with_rates(rate, group, group.clipped(share), book))
+            for group, share in self._routed(found, book)
         ]
-        # Nothing raises from here on.
-        if isinstance(grads, GradientsAccumulator):
-            grads.reset()
-        else:
-            grads._consume(_STEP)
-        with tf.control_dependencies(self._checks()):
+        checks = self._checks(plans)
+        # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
+        with tf.control_dependencies(checks):
+            if isinstance(grads, GradientsAccumulator):
+                grads.reset()
+            else:
+                grads._consume(STEP)
             if present is None:
                 for update, parts in plans:
                     update.apply(parts)
@@ -215,6 +208,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             self._iterations.assign_add(tf.cast(updated, tf.int64))
         return model
 
+    @_traces.not_converted
     def summary(self, model: Any) -> str:
         """Prints who updates what, and gives the table back as text.
 
@@ -227,10 +221,14 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         Returns:
           The table as plain text.
         """
-        book = self._prepare(model, "ModuleOptimizer.summary(model)")
-        rows = _summary.rows(book, self._owner, self._groups)
-        return _summary.show(rows)
 
+        def shown() -> str:
+            book = self._prepare(model, "ModuleOptimizer.summary(model)")
+            return _summary.show(_summary.rows(book, self._owner, self._groups))
+
+        return _traces.eagerly(shown)
+
+    @_traces.not_converted
     def state(self, path: str) -> dict[str, tf.Tensor]:
         """The optimizer's state of one parameter.
 
@@ -247,8 +245,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         """
         if self._book is None:
             raise RuntimeError(
-                "`ModuleOptimizer.state(path)` has no state yet: got an optimizer that isn't built. "
-                "The first step builds it; or do it now: `optim.build(model)`."
+                "`ModuleOptimizer.state(path)` has no state: got an optimizer that isn't built, "
+                "expected a built one. The first step builds it. Or now: `optim.build(model)`."
             )
         canonical = self._book.resolve(path)
         if canonical is None:
@@ -271,9 +269,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return self._model
 
     def fingerprint(self) -> object:
-        """What of this optimizer a trace bakes in; see `_traces`."""
-        sources = (group.update.rate_source() for group in self._groups if group.update)
-        return (self._version, *map(id, sources))
+        """What of this optimizer a trace bakes in; see `_traces`.
+
+        It is asked before each compiled step, so it asks the functions given as rates in turn.
+        """
+        return (self._version, *(group.update.refresh() for group in self._groups if group.update))
 
     def serialize(self) -> bytes:
         """The state as bytes, for `tf.train.Checkpoint`."""
@@ -287,12 +287,14 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         Before the first step the state is kept until `build` knows the model.
 
         Raises:
-          ValueError: Another optimizer, or missing, extra or misshapen entries.
+          ValueError: Another optimizer; missing, extra or misshapen entries; a damaged record.
         """
-        if self._book is None:
-            self._pending = state or None
-        else:
+        if self._book is not None:
             _record.load(state, self.records())
+            return
+        if state:
+            _record.parse(state)
+        self._pending = state or None
 
     def __repr__(self) -> str:
         """The groups in the order in which they are asked, the last one first."""
@@ -315,16 +317,12 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
     def _lacks_state(self, book: AddressBook) -> bool:
         """Has a parameter been thawed that has no slots yet?"""
-        for path in book.parameters():
-            update = self._groups[self._owner[path]].update
-            if update is not None and path not in update.variables:
-                return True
-        return False
+        updates = ((path, self._groups[self._owner[path]].update) for path in book.parameters())
+        return any(update and path not in update.variables for path, update in updates)
 
-    def _build(self, model: Any, book: AddressBook, groups: list["_Group"]) -> None:
+    def _build(self, model: Any, book: AddressBook, groups: list[Group]) -> None:
         """Routes and makes state; changes nothing before all checks have passed."""
-        owner = _owners(book, groups)
-        self._check_groups(book, groups, owner)
+        owner = owners(book, groups, self._strict)
         trainable = book.parameters()
         states = []
         for index, group in enumerate(groups):
@@ -336,18 +334,18 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 if owned_by == index and (path in trainable or path in group.update.variables)
             }
             states.append((group.update, group.update.state_for(served)))
+        restored = []
+        if self._pending is not None:
+            restored = _record.assignments(_record.parse(self._pending), self.records(states))
         for update, state in states:
-            update.adopt(state)
-        floating = book.floating()
-        for group in groups:
-            group.resolved = group.group.resolve(floating, book.paths_of)
+            update.state = state
+        for variable, value in restored:
+            variable.assign(value)
+        self._pending = None
         self._model, self._book, self._owner, self._groups = model, book, owner, groups
         self._mark_changed()
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            _record.load(pending, self.records())
 
-    def _change(self, groups: list["_Group"]) -> None:
+    def _change(self, groups: list[Group]) -> None:
         """Takes over a new list of groups, at once where the optimizer is built."""
         if self._book is None:
             self._groups = groups
@@ -358,61 +356,25 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     def _mark_changed(self) -> None:
         """Makes older traces stale: ours look at the version, others at the variable."""
         self._version += 1
-        self._rate_parts.clear()
         _traces.eagerly(lambda: self._routing.assign(self._version))
 
-    def _check_groups(
-        self, book: AddressBook, groups: list["_Group"], owner: dict[str, int]
-    ) -> None:
-        """Refuses groups that serve nothing, with near misses and the table of who owns what."""
-        floating = book.floating()
-        for index, group in enumerate(groups[1:], start=1):
-            bound = group.group.bind()
-            matched = [p for p, v in floating.items() if bound.matches_any(book.paths_of(p), v)]
-            if any(owner[path] == index for path in matched):
-                continue
-            if matched:
-                takers = {str(groups[owner[path]].group) for path in matched}
-                what = f"serves nothing: later groups ({', '.join(sorted(takers))}) take all"
-                what += f" {len(matched)} variables it matches, {listed(matched)}"
-                fix = "The last matching group wins: declare the narrower group last, with "
-            else:
-                close = near_misses(group.group, floating)
-                hint = f" Did you mean {listed(close)}?" if close else ""
-                what = f"matches no floating-point variable of {book.description}"
-                fix = f"It may be misspelt.{hint} Correct it, or allow it with "
-            message = (
-                f"`ModuleOptimizer.build(model)` found that the group {group.group} {what}. "
-                f"{fix}`ModuleOptimizer(..., strict=False)`.\n"
-                f"{_summary.ownership(book, owner, groups)}"
-            )
-            if self._strict:
-                raise ValueError(message)
-            warnings.warn(message, stacklevel=4)
-
-    def _route(
+    def _routed(
         self, grads: dict[str, Gradient], book: AddressBook
-    ) -> dict[int, dict[str, Gradient]]:
-        """Each group's share, clipped; frozen parameters drop out."""
+    ) -> list[tuple[Group, dict[str, Gradient]]]:
+        """Each group's share; frozen parameters drop out."""
         trainable = book.parameters()
-        routed: dict[int, dict[str, Gradient]] = {}
+        shares: dict[int, dict[str, Gradient]] = {}
         for path, grad in grads.items():
-            index = self._owner.get(path)
-            if path in trainable and self._groups[index].update is not None:
-                routed.setdefault(index, {})[path] = grad
-        for index, share in routed.items():
-            clipping = self._groups[index].clipping
-            if clipping is not None:
-                clipped = clipping.clip(list(share.values()))
-                routed[index] = dict(zip(share, clipped, strict=True))
-        return routed
+            if path in trainable and self._groups[self._owner[path]].update is not None:
+                shares.setdefault(self._owner[path], {})[path] = grad
+        return [(self._groups[index], share) for index, share in shares.items()]
 
     def _with_rates(
-        self, rate: Any, group: "_Group", share: dict[str, Gradient], book: AddressBook
-    ) -> list[tuple[Any, dict[str, Gradient]]]:
+        self, rate: Any, group: Group, share: dict[str, Gradient], book: AddressBook
+    ) -> list[tuple[tf.Tensor, dict[str, Gradient]]]:
         """A group's gradients, parted by the rate they take."""
         if rate is None:
-            return [(group.update.own_rate(), share)]
+            return [(as_rate(group.update.own_rate(), f"the rate of {group.group}"), share)]
         if not isinstance(rate, ModuleLearningRate):
             return [(rate, share)]
         parts: dict[int, dict[str, Gradient]] = {}
@@ -421,36 +383,33 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             parts.setdefault(bucket, {})[path] = grad
         if len(parts) > 1 and not group.update.takes_several_rates():
             raise ValueError(
-                f"`{_STEP}` got {len(parts)} rates for the group {group.group}, expected one: "
+                f"`{STEP}` got {len(parts)} rates for the group {group.group}, expected one: "
                 f"{group.update.name} moves state that its variables share, once per update. "
                 "Give each rate a group of its own: `optim.with_group(group, optimizer)`."
             )
         rates = rate.rates()
-        return [(_checked_rate(rates[bucket]), part) for bucket, part in parts.items()]
+        return [(as_rate(rates[bucket]), part) for bucket, part in parts.items()]
 
-    def _checks(self) -> list[tf.Operation]:
-        """In a trace that we don't watch over: is the routing still the one that was traced?"""
-        if tf.executing_eagerly() or _traces.is_recorded():
-            return []
-        message = (
-            f"`{_STEP}` ran in a tf.function that was traced before the routing changed: a group "
-            "was added, or a parameter thawed. A trace keeps what it was made with. Call "
-            "`optim.build(model)` before tracing, or compile the step with `tfloop.compile`, which "
-            "traces again."
-        )
-        fresh = tf.debugging.assert_equal(self._routing, tf.constant(self._version, tf.int64), message)
-        return [fresh] if fresh is not None else []
+    def _checks(self, plans: list[tuple[GroupUpdate, list]]) -> list[tf.Operation]:
+        """What can only be known when the step runs."""
+        rates = {id(rate): rate for _, parts in plans for rate, _ in parts}
+        sound = [check for rate in rates.values() for check in assert_sound(rate)]
+        return [*assert_current(self._version, self._routing), *sound]
 
-    def records(self) -> list[_record.GroupRecord]:
-        """The live state, as `_record` writes and restores it."""
+    def records(
+        self, states: list[tuple[GroupUpdate, State]] | None = None
+    ) -> list[_record.GroupRecord]:
+        """The live state, or one that is about to be, as `_record` writes and restores it."""
+        if states is None:
+            states = [(group.update, group.update.state) for group in self._groups if group.update]
         groups = [
             _record.GroupRecord(
-                group.update.name,
-                {path: group.update.slots(path) for path in group.update.variables},
-                group.update.counters(),
+                update.name,
+                {path: state.slots(path) for path in state.variables},
+                state.counters(),
             )
-            for group in self._groups
-            if group.update is not None and group.update.variables
+            for update, state in states
+            if state.variables
         ]
         totals = _record.GroupRecord("ModuleOptimizer", {}, {"iterations": self._iterations})
         return [*groups, totals]
@@ -467,88 +426,13 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         )
 
 
-class _Group:
-    """One row of the routing: who, by which optimizer (`None` for frozen), clipped how."""
-
-    def __init__(
-        self, group: ParamGroup, optimizer: Any, clipping: GradientClipping | None, call: str
-    ) -> None:
-        _check_clipping(clipping, call)
-        self.group = group
-        self.resolved = group
-        self.update: GroupUpdate | None = None
-        if optimizer is not None:
-            self.update = GroupUpdate(as_keras_optimizer(optimizer, call), call)
-            if clipping is not None and self.update.clipping is not None:
-                raise ValueError(
-                    f"`{call}` got two clippings: {clipping} and the optimizer's own "
-                    f"{self.update.clipping}, expected one. Leave one out: "
-                    f"`keras.optimizers.{self.update.name}()`."
-                )
-            clipping = clipping or self.update.clipping
-        self.clipping = clipping
-
-    def __str__(self) -> str:
-        if self.update is None:
-            return f"{self.group}: frozen"
-        return f"{self.group}: {self.update.name}" + (f", {self.clipping}" if self.clipping else "")
-
-
-def _owners(book: AddressBook, groups: list[_Group]) -> dict[str, int]:
-    """The index of the last matching group for every floating-point variable."""
-    bound = [group.group.bind() for group in groups]
-    owner = {}
-    for path, variable in book.floating().items():
-        paths = book.paths_of(path)
-        matching = (i for i in reversed(range(len(bound))) if bound[i].matches_any(paths, variable))
-        owner[path] = next(matching)
-    return owner
-
-
-def _check_clipping(clipping: object, call: str) -> None:
-    if clipping is not None and not isinstance(clipping, GradientClipping):
-        raise TypeError(
-            f"`{call}` got {described(clipping)} as clipping, expected a GradientClipping or None. "
-            "A number doesn't say which norm. Write `GradientClipping.by_global_norm(1.0)`."
-        )
-
-
 def _refuse_replicas() -> None:
     """Fails where gradients would have to be reduced first."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync > 1:
+        strategy = type(tf.distribute.get_strategy()).__name__
         raise RuntimeError(
-            f"`{_STEP}` was called under a strategy of several replicas, expected one device: "
+            f"`{STEP}` was called under {strategy}, expected one device and no scope: "
             "gradients aren't reduced over replicas yet, and would be applied apart. "
             "Train on one device: `with tf.device('/CPU:0'): ...`."
         )
-
-
-def _checked_rate(lr: Any) -> tf.Tensor:
-    """A rate as a float32 scalar; wrong ones raise, in a trace when they run."""
-    if isinstance(lr, (int, float, np.number)) and not isinstance(lr, bool):
-        if not (math.isfinite(lr) and lr >= 0):
-            raise ValueError(
-                f"`{_STEP}` got the rate {lr!r}, expected a finite number of at least 0. "
-                "A schedule or a division went wrong. Check it: `print(lr)`."
-            )
-        return tf.constant(float(lr), tf.float32)
-    if isinstance(lr, keras.optimizers.schedules.LearningRateSchedule):
-        raise TypeError(
-            f"`{_STEP}` got the schedule {described(lr)} as rate, expected a number. A schedule "
-            "needs a count of steps. Give it to the optimizer (`keras.optimizers.Adam(schedule)` "
-            "and `step(None, ...)`) or step it: `ModuleLrScheduler(schedule).step()`."
-        )
-    numeric = isinstance(lr, (tf.Tensor, tf.Variable, keras.Variable, np.ndarray))
-    if not numeric or not tf.as_dtype(lr.dtype).is_floating or tf.TensorShape(lr.shape).rank != 0:
-        what = f"shape {tuple(lr.shape)} and dtype {lr.dtype}" if numeric else described(lr)
-        raise TypeError(
-            f"`{_STEP}` got {what} as rate, expected a float, a floating scalar tensor or variable, "
-            "a ModuleLearningRate, or None. One rate per group is "
-            "`ModuleLearningRate(base).with_group(group, lr)`."
-        )
-    rate = tf.cast(tf.convert_to_tensor(lr), tf.float32)
-    sound = tf.logical_and(tf.math.is_finite(rate), rate >= 0)
-    check = tf.debugging.Assert(sound, [f"`{_STEP}` got a rate that is negative or not finite:", rate])
-    with tf.control_dependencies([check] if check is not None else []):
-        return tf.identity(rate)

@@ -1,24 +1,30 @@
 """The address book: canonical path <-> variable, for every kind of model.
 
-This is the one room that knows the object graphs of Keras, `tf.Module` and Sonnet. It
-assigns the names by which gradients, groups, rates and checkpoints find a variable, and
-says which variables are trainable now. It does not match patterns (`_groups`) and never
-changes a model.
+The names by which gradients, groups, rates and checkpoints find a variable, and which variables
+are trainable now. Finding them is `_walk`'s business, matching patterns `_groups`'. No model is
+ever changed here.
 """
 
-import functools
-import re
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfloop._messages import described, did_you_mean
+from tfloop._graphs import Variable as Variable
+from tfloop._graphs import is_floating as is_floating
+from tfloop._graphs import is_model as is_model
+from tfloop._graphs import is_variable as is_variable
+from tfloop._graphs import parts_of as parts_of
+from tfloop._graphs import tf_variable as tf_variable
+from tfloop._graphs import unwrap as unwrap
+from tfloop._graphs import variable_id as variable_id
+from tfloop._messages import described, did_you_mean, listed
+from tfloop._walk import Walk, leaves
 
-Variable = Any
-"""A `keras.Variable` or a `tf.Variable`."""
+_MOST_ALIASES = 64
 
 _MSG_UNBUILT = (
     "`{call}` needs a built model: got {model}, which has no variables yet. Variables are born "
@@ -28,6 +34,12 @@ _MSG_UNBUILT = (
 _MSG_NOT_A_MODEL = (
     "`{call}` needs a model: got {model}, expected a keras.Model or keras.Layer, a tf.Module, a "
     "view of one, or a dict or list of these and of variables. Pass the model itself: `{call}`."
+)
+_MSG_HIDDEN = (
+    "`{call}` found trainable variables that would never be trained: got {parts} in {model}, "
+    "expected layers and variables in attributes, lists and dicts. Neither Keras nor TensorFlow "
+    "looks into a plain object. Make its class a layer, `class Part(keras.layers.Layer)`, or "
+    "freeze what isn't to be trained: `part.trainable = False`."
 )
 
 
@@ -88,147 +100,164 @@ def named_variables(model: Any) -> dict[str, Variable]:
     return dict(address_book(model, "named_variables(model)").variables)
 
 
-def variable_id(variable: Variable) -> int:
-    """One identity for a `keras.Variable` and the `tf.Variable` inside it.
-
-    Keras hands out a cast tensor as `.value` inside a call under mixed precision; `_value` is
-    always the variable.
-    """
-    return id(tf_variable(variable))
-
-
-def tf_variable(variable: Variable) -> tf.Variable:
-    """The `tf.Variable` behind a Keras variable, or the variable itself."""
-    return variable._value if isinstance(variable, keras.Variable) else variable
-
-
-def is_variable(thing: object) -> bool:
-    """Is it a Keras or a TensorFlow variable?"""
-    return isinstance(thing, (keras.Variable, tf.Variable))
-
-
-def is_model(thing: object) -> bool:
-    """Is it something that holds variables: a Keras layer, a `tf.Module`, or a view of one?"""
-    return isinstance(unwrap(thing), (keras.layers.Layer, tf.Module))
-
-
-def is_floating(variable: Variable) -> bool:
-    """Can it have a gradient?"""
-    return tf.as_dtype(variable.dtype).is_floating
-
-
-def unwrap(thing: Any) -> Any:
-    """The model behind a tfloop view; anything else as it is."""
-    while getattr(type(thing), "is_tfloop_view", False):
-        thing = thing.module
-    return thing
-
-
 class AddressBook:
     """Path <-> variable of one root, made by one walk.
 
-    Keeps the variables alive, but not the layers, so that a book can be cached without keeping
-    a model in memory.
+    Keeps nothing alive: neither variables nor layers, so that a book can be cached.
 
     Attributes:
       variables: Canonical path -> variable.
       key: Identity of the root: the same for a model and for its views.
+      description: The root in words.
     """
 
     def __init__(self, root: Any, call: str = "named_parameters(model)") -> None:
+        root = unwrap(root)
         self.key = root_key(root, call)
-        self.description = described(unwrap(root))
-        self.variables: dict[str, Variable] = {}
-        self._path_of: dict[int, str] = {}
-        self._owners: list[Callable[[], Any]] = []
-        self._aliases: list[tuple[str, str]] = []
-        self._layers: list[weakref.ref] = []
-        self._outermost: list[weakref.ref] = []
-        unbuilt = _walk(root, self)
-        if unbuilt is not None or not self.variables:
-            model = described(unwrap(root) if unbuilt is None else unbuilt)
-            raise ValueError(_MSG_UNBUILT.format(call=call, model=model))
+        self.description = described(root)
+        walk = Walk(root)
+        self.variables: Mapping[str, Variable] = weakref.WeakValueDictionary(walk.variables)
+        self._path_of = {variable_id(v): path for path, v in walk.variables.items()}
+        self._gates = {path: [*map(weakref.ref, gate)] for path, gate in walk.gates.items()}
+        self._layers = [*map(weakref.ref, walk.layers)]
+        self._outermost = [*map(weakref.ref, walk.outermost)]
+        self._canonical = walk.aliases
+        self._aliases: dict[str, list[str]] = {}
+        for alias, canonical in walk.aliases.items():
+            self._aliases.setdefault(canonical, []).append(alias)
+        self._unbuilt, self._empty, self._hidden = walk.unbuilt(), walk.empty(), walk.hidden()
+        # Only Keras tells cheaply whether anything has changed.
+        self._signature = None if walk.is_mixed else _signature(walk.outermost, walk.layers)
+
+    def check(self, call: str, *, may_be_empty: bool = False) -> None:
+        """Raises for a model that isn't built, or has variables to which no path leads."""
+        unbuilt = self._unbuilt or (None if may_be_empty else self._empty)
+        if unbuilt is not None:
+            raise ValueError(_MSG_UNBUILT.format(call=call, model=unbuilt))
+        if self._hidden:
+            parts = listed(self._hidden)
+            raise ValueError(_MSG_HIDDEN.format(call=call, parts=parts, model=self.description))
 
     def parameters(self) -> dict[str, Variable]:
         """The variables that are trainable now and can have a gradient."""
         return {
             path: variable
-            for (path, variable), owner in zip(self.variables.items(), self._owners, strict=True)
-            if variable.trainable and is_floating(variable) and _is_thawed(owner)
+            for path, variable in self.variables.items()
+            if variable.trainable and is_floating(variable) and self._is_thawed(path)
         }
 
     def floating(self) -> dict[str, Variable]:
         """Everything that can have a gradient, frozen variables and statistics included."""
         return {path: v for path, v in self.variables.items() if is_floating(v)}
 
+    def trainable_kinds(self) -> dict[str, Variable]:
+        """The parameters, frozen ones included; statistics, which are never trained, aren't."""
+        return {
+            path: variable
+            for path, variable in self.floating().items()
+            if variable.trainable or tf_variable(variable).trainable
+        }
+
     def fingerprint(self) -> tuple[bool, ...]:
         """Everything about `trainable` that a trace bakes in; cheap enough for every call."""
-        layers = tuple(layer is not None and layer.trainable for layer in self.live_layers())
+        layers = tuple(bool(layer.trainable) for layer in self.live_layers())
         return layers + tuple(bool(v.trainable) for v in self.variables.values())
 
     def live_layers(self) -> list[Any]:
-        """The Keras layers of the root, `None` for one that is gone."""
-        return [layer() for layer in self._layers]
+        """The Keras layers of the root, each once."""
+        return _alive(self._layers)
 
     def outermost_layers(self) -> list[Any]:
-        """The Keras layers of the root that no other Keras layer holds."""
-        return [layer for ref in self._outermost if (layer := ref()) is not None]
+        """The Keras layers of the root that no other Keras layer tracks."""
+        return _alive(self._outermost)
 
     def path_of(self, variable: Variable) -> str | None:
         """The canonical path of a variable, or `None` if it isn't the root's."""
-        return self._path_of.get(variable_id(variable))
+        path = self._path_of.get(variable_id(variable))
+        known = self.variables.get(path) if path is not None else None
+        same = known is not None and tf_variable(known) is tf_variable(variable)
+        return path if same else None
 
     def resolve(self, path: str) -> str | None:
         """The canonical path for any path that leads to a variable, or `None`."""
-        seen = set()
-        while path not in self.variables and path not in seen:
-            seen.add(path)
-            for alias, canonical in self._aliases:
-                if path == alias or path.startswith(alias + "."):
-                    path = canonical + path[len(alias) :]
-                    break
-        return path if path in self.variables else None
+        while path not in self.variables:
+            alias = next((p for p in _prefixes(path) if p in self._canonical), None)
+            if alias is None:
+                return None
+            path = self._canonical[alias] + path[len(alias) :]
+        return path
 
     def paths_of(self, path: str) -> tuple[str, ...]:
         """Every path that leads to the variable at a canonical path, the canonical one first."""
         found = [path]
         for known in found:
-            for alias, canonical in self._aliases:
-                if known == canonical or known.startswith(canonical + "."):
-                    other = alias + known[len(canonical) :]
-                    if other not in found and len(found) < 64:
-                        found.append(other)
-        return tuple(found)
+            for prefix in _prefixes(known):
+                for alias in self._aliases.get(prefix, ()):
+                    if len(found) < _MOST_ALIASES:
+                        found.append(alias + known[len(prefix) :])
+        return tuple(dict.fromkeys(found))
 
     def unknown(self, path: str) -> str:
         """Words for an error: the path, what the model has, and near misses."""
         hint = did_you_mean(path, list(self.variables))
         return f"{path!r} is no variable of {self.description}.{hint}"
 
-    def _enter(self, path: str, variable: Variable, owner: Any) -> None:
-        """Writes down a variable once; a second way to reach it becomes an alias."""
-        known = self._path_of.setdefault(variable_id(variable), path)
-        if known != path:
-            self._aliases.append((path, known))
-            return
-        self.variables[path] = variable
-        self._owners.append(weakref.ref(owner) if owner is not None else _no_owner)
+    def _is_thawed(self, path: str) -> bool:
+        return all(layer.trainable for layer in _alive(self._gates[path]))
+
+    def _is_current(self) -> bool:
+        """Would another walk find the same? `False` where only another walk can tell."""
+        # Ids are compared below, so all that they stand for must still live.
+        if self._signature is None or len(self.variables) < len(self._path_of):
+            return False
+        return self._signature == _signature(self.outermost_layers(), self.live_layers())
+
+    def _equals(self, other: "AddressBook") -> bool:
+        """Same paths to the same variables, through the same layers?"""
+        mine, theirs = dict(self.variables), dict(other.variables)
+        return (
+            list(mine) == list(theirs)
+            and all(mine[path] is theirs[path] for path in mine)
+            and self._canonical == other._canonical
+            and [*map(id, self.live_layers())] == [*map(id, other.live_layers())]
+        )
 
 
-_BOOKS: dict[Any, tuple[tuple[int, ...], list[weakref.ref], AddressBook]] = {}
+_BOOKS: dict[Any, tuple[list[weakref.ref], AddressBook]] = {}
+_LOCK = threading.RLock()
 
 
 def address_book(model: Any, call: str = "named_parameters(model)") -> AddressBook:
-    """The book of a root, walked anew only when the root's set of variables has changed."""
+    """The book of a root; the same object as long as the root has the same variables.
+
+    Args:
+      model: The root.
+      call: The public call, for messages.
+
+    Raises:
+      ValueError: The root isn't built, or has variables to which no path leads.
+      TypeError: It isn't a root.
+    """
+    book = unchecked_book(model, call)
+    book.check(call)
+    return book
+
+
+def unchecked_book(model: Any, call: str = "named_parameters(model)") -> AddressBook:
+    """The book of a root that may not be built; see `address_book`."""
     key = root_key(model, call)
-    roots = [unwrap(leaf) for leaf in _leaves(model)]
-    fingerprint = tuple(i for root in roots for i in _variable_ids(root))
-    cached = _BOOKS.get(key)
-    if cached is not None and cached[0] == fingerprint and all(ref() is not None for ref in cached[1]):
-        return cached[2]
-    book = AddressBook(model, call)
-    forget = lambda _: _BOOKS.pop(key, None)  # noqa: E731
-    _BOOKS[key] = (fingerprint, [weakref.ref(root, forget) for root in roots], book)
+    with _LOCK:
+        book = _BOOKS[key][1] if key in _BOOKS else None
+        if book is None or not book._is_current():
+            fresh = AddressBook(model, call)
+            if book is not None and book._equals(fresh):
+                book._signature = fresh._signature
+                book._unbuilt, book._empty = fresh._unbuilt, fresh._empty
+                book._hidden = fresh._hidden
+            else:
+                book = fresh
+                forget = lambda _: _BOOKS.pop(key, None)  # noqa: E731
+                _BOOKS[key] = ([weakref.ref(root, forget) for root in leaves(model)], book)
     return book
 
 
@@ -239,208 +268,49 @@ def root_key(model: Any, call: str = "named_parameters(model)") -> Any:
       TypeError: It isn't a model, nor a container of models and variables.
     """
     model = unwrap(model)
-    if isinstance(model, Mapping):
-        return ("dict", *((str(name), root_key(part, call)) for name, part in model.items()))
-    if isinstance(model, (list, tuple)):
-        return ("list", *(root_key(part, call) for part in model))
-    if isinstance(model, (keras.layers.Layer, tf.Module)):
+    if is_model(model):
         return id(model)
-    if is_variable(model):
-        return variable_id(model)
-    raise TypeError(_MSG_NOT_A_MODEL.format(call=call, model=described(model)))
+    if parts_of(model) is None:
+        raise TypeError(_MSG_NOT_A_MODEL.format(call=call, model=described(model)))
+    return _container_key(model, call, "")
 
 
-def _leaves(model: Any) -> Iterator[Any]:
-    """The models and variables of a root that may be a container."""
-    model = unwrap(model)
-    if isinstance(model, Mapping):
-        model = list(model.values())
-    if isinstance(model, (list, tuple)):
-        for part in model:
-            yield from _leaves(part)
-    else:
-        yield model
+def _container_key(container: Any, call: str, where: str) -> Any:
+    named = container.items() if isinstance(container, Mapping) else enumerate(container)
+    key: list[Any] = [isinstance(container, Mapping)]
+    for name, part in named:
+        part, place = unwrap(part), f"{where}[{name!r}]"
+        if parts_of(part) is not None:
+            key.append((str(name), _container_key(part, call, place)))
+        elif is_variable(part) or is_model(part):
+            key.append((str(name), variable_id(part)))
+        else:
+            model = f"{described(part)} at {place}"
+            raise TypeError(_MSG_NOT_A_MODEL.format(call=call, model=model))
+    return tuple(key)
 
 
-def _variable_ids(root: Any) -> Iterator[int]:
-    """What tells whether a root's set of variables has changed since the last walk."""
-    yield id(root)
-    if not is_variable(root):
-        yield from map(id, root.variables)
-        # A tf.Module overlooks the variables of the Keras layers that it holds.
-        if not isinstance(root, keras.layers.Layer):
-            for layer in _layers_under(root):
-                yield from map(id, layer.variables)
+def variables_below(thing: Any) -> list[Variable]:
+    """Every variable that a layer or module has now, each once; none if it isn't built."""
+    return list(Walk(thing).variables.values())
+
+
+def _alive(references: list[weakref.ref]) -> list[Any]:
+    return [thing for reference in references if (thing := reference()) is not None]
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """`a.b.c` gives itself, `a.b` and `a`."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _signature(outermost: list[Any], layers: list[Any]) -> tuple[int, ...]:
+    """What changes when Keras layers get other variables, or an attribute that Keras ignores."""
+    variables = [id(v) for layer in outermost for v in layer.variables]
+    return (*variables, *(len(vars(layer)) for layer in layers))
 
 
 def _layers_under(module: tf.Module) -> Iterator[Any]:
     yield from module._flatten(predicate=lambda leaf: isinstance(leaf, keras.layers.Layer))
-
-
-def _no_owner() -> None:
-    """Stands in for the weak reference where no Keras layer owns the variable."""
-
-
-def _is_thawed(owner: Callable[[], Any]) -> bool:
-    layer = owner()
-    return layer is None or layer.trainable
-
-
-def _walk(root: Any, book: AddressBook) -> Any:
-    """Enters every variable below `root`; gives the first outermost unbuilt Keras layer, or `None`.
-
-    Recursion follows the object graph; `first` remembers where an object was met first, `open_`
-    what is being walked now (a child that points back to its parent is no second path).
-    """
-    first: dict[int, str] = {}
-    open_: set[int] = set()
-    alive: list[Any] = []  # an id is an identity only as long as its object lives
-    unbuilt: list[Any] = []
-
-    def visit(thing: Any, path: str, gate: Any) -> None:
-        thing = unwrap(thing)
-        if is_variable(thing):
-            # Keras' flag of a layer reaches its Keras variables; a tf.Variable asks the layer.
-            owner = gate[0] if isinstance(thing, keras.Variable) else gate[1]
-            book._enter(path, thing, owner)
-            return
-        if id(thing) in open_:
-            return
-        if id(thing) in first:
-            book._aliases.append((path, first[id(thing)]))
-            return
-        alive.append(thing)
-        if path:
-            first[id(thing)] = path
-        if isinstance(thing, keras.layers.Layer):
-            book._layers.append(weakref.ref(thing))
-            if gate[0] is None:
-                book._outermost.append(weakref.ref(thing))
-                if not thing.built:
-                    unbuilt.append(thing)
-            gate = (gate[0] or thing, thing)
-        open_.add(id(thing))
-        for segment, child in _unique(_children(thing)):
-            visit(child, f"{path}.{segment}" if path else segment, gate)
-        open_.discard(id(thing))
-
-    visit(root, "", (None, None))
-    return unbuilt[0] if unbuilt else None
-
-
-def _unique(children: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Numbers siblings that would have the same segment: `fc`, `fc_1`."""
-    taken: set[str] = set()
-    for segment, child in children:
-        name, number = segment, 0
-        while name in taken:
-            number += 1
-            name = f"{segment}_{number}"
-        taken.add(name)
-        yield name, child
-
-
-def _children(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What a node of the object graph holds, with the segment for each, in a stable order."""
-    if isinstance(thing, Mapping):
-        yield from ((str(key), child) for key, child in thing.items() if _is_node(child))
-    elif isinstance(thing, (list, tuple)):
-        yield from ((str(index), child) for index, child in enumerate(thing) if _is_node(child))
-    elif isinstance(thing, keras.random.SeedGenerator):
-        yield "state", thing.state
-    elif _has_named_layers(thing):
-        yield from _named_by_keras(thing.layers)
-        yield from _attributes(thing, met={id(layer) for layer in thing.layers})
-    elif isinstance(thing, keras.layers.Layer):
-        yield from _attributes(thing, met=set())
-    elif isinstance(thing, tf.Module):
-        ignored = set(thing._TF_MODULE_IGNORED_PROPERTIES)
-        for name, child in vars(thing).items():
-            if name not in ignored and not name.startswith("_self_") and _is_node(child):
-                yield name.lstrip("_") or name, child
-
-
-def _attributes(layer: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
-    """The attributes of a Keras layer in the order of assignment, then what Keras alone tracks.
-
-    The second part finds weights, layers and seeds that no attribute leads to (`add_weight`
-    without keeping the result, layers in a plain object).
-    """
-    for name, child in vars(layer).items():
-        if name in _keras_internals() or name.startswith("_self_") or not _is_node(child):
-            continue
-        met |= _ids_below(child)
-        yield name.lstrip("_") or name, child
-    variables = layer._trainable_variables + layer._non_trainable_variables
-    rest = [*variables, *layer._seed_generators, *layer._layers]
-    yield from _named_by_keras([child for child in rest if id(child) not in met])
-
-
-def _ids_below(child: Any) -> set[int]:
-    """Ids of an attribute's value and, for containers, of what is in it."""
-    found = {id(child)}
-    if isinstance(child, Mapping):
-        child = list(child.values())
-    if isinstance(child, (list, tuple)):
-        for part in child:
-            found |= _ids_below(part)
-    return found
-
-
-def _named_by_keras(things: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Children by their own names; automatic names are numbered anew, chosen ones come first."""
-    bases = [_automatic_base(thing) for thing in things]
-    taken = {thing.name for thing, base in zip(things, bases, strict=True) if base is None}
-    for thing, base in zip(things, bases, strict=True):
-        if base is None:
-            yield thing.name, thing
-            continue
-        name, number = base, 0
-        while name in taken:
-            number += 1
-            name = f"{base}_{number}"
-        taken.add(name)
-        yield name, thing
-
-
-def _automatic_base(thing: Any) -> str | None:
-    """`dense` for a Dense named `dense` or `dense_7`; `None` for a name somebody chose."""
-    if is_variable(thing):
-        base = "variable"
-    else:
-        base = _snake_case(type(thing).__name__)
-    return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", thing.name) else None
-
-
-def _snake_case(name: str) -> str:
-    """Keras' own rule for automatic names: `Conv2D` gives `conv2d`, `MyBlock` `my_block`."""
-    name = re.sub(r"\W+", "", name)
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
-
-
-def _is_node(thing: Any) -> bool:
-    """Can variables be found at or below it? Empty containers and plain values can't have any."""
-    thing = unwrap(thing)
-    if isinstance(thing, Mapping):
-        thing = list(thing.values())
-    if isinstance(thing, (list, tuple)):
-        return any(_is_node(part) for part in thing)
-    return is_variable(thing) or isinstance(
-        thing, (keras.layers.Layer, tf.Module, keras.random.SeedGenerator)
-    )
-
-
-def _has_named_layers(thing: Any) -> bool:
-    """Is it a Sequential or Functional model, where Keras keeps layer names unique?"""
-    functional = isinstance(getattr(type(thing), "operations", None), property)
-    return isinstance(thing, keras.Sequential) or (isinstance(thing, keras.Model) and functional)
-
-
-@functools.cache
-def _keras_internals() -> frozenset[str]:
-    """Attributes that Keras itself sets on layers and models; none names a part of the model."""
-    compiled = {"optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker", "_tracked"}
-    symbolic = {"_functional", "_inputs_struct", "_outputs_struct", "_inputs", "_outputs"}
-    graph = {"_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth"}
-    return frozenset({*vars(keras.Model()), *compiled, *symbolic, *graph})

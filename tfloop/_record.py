@@ -6,6 +6,8 @@ or on the order of declaration. Knows variables and bytes, not optimizers.
 
 import dataclasses
 import json
+import math
+from collections.abc import Set
 
 import numpy as np
 import tensorflow as tf
@@ -57,7 +59,7 @@ def load(state: bytes, groups: list[GroupRecord]) -> None:
     Raises:
       ValueError: Another format, optimizer, set of paths, shape or dtype.
     """
-    for variable, value in assignments(_parse(state), groups):
+    for variable, value in assignments(parse(state), groups):
         variable.assign(value)
 
 
@@ -74,7 +76,7 @@ def assignments(
       ValueError: Another optimizer, set of paths, shape or dtype.
     """
     owner = {path: n for n, (_, members, _) in enumerate(saved) for path in members}
-    _check_paths(owner, {path for group in groups for path in group.slots})
+    _check_paths(owner.keys(), {path for group in groups for path in group.slots})
     found = []
     for group in groups:
         numbers = {owner[path] for path in group.slots} or {
@@ -83,9 +85,8 @@ def assignments(
         if len(numbers) != 1:
             raise ValueError(
                 f"`{_CALL}` found that the state of {listed(group.slots)} comes from "
-                f"{len(numbers)} groups, expected one: their counts of steps differ. "
-                "Declare the groups as they were when the state was saved: "
-                "`optim.with_group(...)`."
+                f"{len(numbers)} groups, expected one: their counts of steps differ. The groups "
+                "were others when it was saved. Declare those: `optim.with_group(...)`."
             )
         kind, _, values = saved[numbers.pop()]
         if kind != group.optimizer:
@@ -98,60 +99,77 @@ def assignments(
     return found
 
 
-def _parse(state: bytes) -> list[Saved]:
-    """Reads what `dump` wrote."""
-    head, separator, body = state.partition(b"\n")
+def parse(state: bytes) -> list[Saved]:
+    """Reads what `dump` wrote.
+
+    Raises:
+      ValueError: It is no such record, damaged, or of a newer format.
+    """
+    head, _, body = state.partition(b"\n")
     try:
         record = json.loads(head)
-        found = record["format"]
+        found, groups = record["format"], record["groups"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"`{_CALL}` can't read the state: got {len(state)} bytes that are no record of "
-            "an optimizer. The optimizer wasn't built when it was saved, or the file is damaged. "
-            "Save after a step: `optim.build(model)`, then save."
+            "an optimizer, expected one. The optimizer wasn't built when it was saved, or the "
+            "file is damaged. Build, then save: `optim.build(model)`."
         ) from error
     if found != _FORMAT:
         raise ValueError(
             f"`{_CALL}` got a state of format {found}, expected {_FORMAT}. A newer tfloop wrote "
-            "it. Upgrade tfloop, or save again with this version."
+            "it. Upgrade: `pip install --upgrade tfloop-keras`."
         )
-    groups, at = [], 0
-    for group in record["groups"]:
-        values = {}
-        for key, name, shape in group["entries"]:
-            dtype = np.dtype(tf.as_dtype(name).as_numpy_dtype)
-            size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-            if at + size > len(body):
-                raise ValueError(
-                    f"`{_CALL}` found the state truncated at {key!r}: got {len(body)} bytes, "
-                    f"expected at least {at + size}. The file is damaged. Restore an older one."
-                )
-            values[key] = np.frombuffer(body[at : at + size], dtype).reshape(shape)
-            at += size
-        groups.append((group["optimizer"], group["members"], values))
-    return groups
-
-
-def _check_paths(saved: dict[str, int], live: set[str]) -> None:
-    missing = [path for path in live if path not in saved]
-    extra = [path for path in saved if path not in live]
-    if missing or extra:
+    entries = [entry for group in groups for entry in group["entries"]]
+    kinds = [(np.dtype(tf.as_dtype(name).as_numpy_dtype), shape) for _, name, shape in entries]
+    ends = np.cumsum([0, *(dtype.itemsize * math.prod(shape) for dtype, shape in kinds)])
+    if ends[-1] != len(body):
         raise ValueError(
-            f"`{_CALL}` found other parameters in the state: missing there {listed(missing)}, "
-            f"unknown here {listed(extra)}. The model or what is frozen was changed since it "
-            "was saved. Rebuild it as it was, or start afresh: `ModuleOptimizer(...)`."
+            f"`{_CALL}` found the state damaged: got {len(body)} bytes of values, expected "
+            f"{ends[-1]}. The file was cut short or overwritten. Restore an older one: "
+            "`checkpoint.restore(path)`."
+        )
+    values = iter(
+        np.frombuffer(body[start:end], dtype).reshape(shape)
+        for (dtype, shape), start, end in zip(kinds, ends[:-1], ends[1:], strict=True)
+    )
+    return [
+        (group["optimizer"], group["members"], {key: next(values) for key, *_ in group["entries"]})
+        for group in groups
+    ]
+
+
+def _check_paths(saved: Set[str], live: Set[str]) -> None:
+    if saved != live:
+        raise ValueError(
+            f"`{_CALL}` found other parameters in the state: {_difference(saved, live)}, expected "
+            "those of the model. The model, or what is frozen, was changed since it was saved. "
+            "Compare `tfloop.named_parameters(model)`."
         )
 
 
-def _matched(group: GroupRecord, values: dict) -> list[tuple[tf.Variable, np.ndarray]]:
-    """Pairs of live variable and saved value, the same keys, shapes and dtypes on both sides."""
+def _difference(saved: Set[str], live: Set[str]) -> str:
+    missing, extra = sorted(live - saved), sorted(saved - live)
+    parts = [f"got none of {listed(missing)}"] if missing else []
+    return " and ".join([*parts, f"got unknown {listed(extra)}"] if extra else parts)
+
+
+def _matched(
+    group: GroupRecord, values: dict[str, np.ndarray]
+) -> list[tuple[tf.Variable, np.ndarray]]:
+    """Pairs of live variable and saved value, the same keys, shapes and dtypes on both sides.
+
+    The saved group may hold more parameters than this one: it may have been parted since.
+    """
     live = group.variables()
-    if live.keys() != values.keys():
-        missing, extra = sorted(live.keys() - values.keys()), sorted(values.keys() - live.keys())
+    members = {"", *group.slots}
+    saved = {key for key in values if key.rpartition("/")[0] in members}
+    if live.keys() != saved:
         raise ValueError(
-            f"`{_CALL}` found other slots in the state of {group.optimizer}: missing there "
-            f"{listed(missing)}, unknown here {listed(extra)}. Its arguments were changed "
-            "(momentum, amsgrad, use_ema) since it was saved. Give it the same arguments."
+            f"`{_CALL}` found other slots in the state of {group.optimizer}: "
+            f"{_difference(saved, live.keys())}, expected those of its arguments. They (momentum, "
+            "amsgrad, use_ema) were others when it was saved. Give those: "
+            f"`keras.optimizers.{group.optimizer}(...)`."
         )
     for key, variable in live.items():
         found = values[key].shape, tf.as_dtype(values[key].dtype)
@@ -160,6 +178,6 @@ def _matched(group: GroupRecord, values: dict) -> list[tuple[tf.Variable, np.nda
             raise ValueError(
                 f"`{_CALL}` got {key!r} with shape {found[0]} and dtype {found[1].name}, expected "
                 f"{expected[0]} and {expected[1].name}. The model was changed since it was saved. "
-                "Rebuild it as it was."
+                "Compare `tfloop.named_parameters(model)`."
             )
     return [(variable, values[key]) for key, variable in live.items()]

@@ -78,7 +78,9 @@ class DatasetSource:
         if cardinality == tf.data.UNKNOWN_CARDINALITY:
             self.num_items: int | float | None = None
         else:
-            self.num_items = math.inf if cardinality == tf.data.INFINITE_CARDINALITY else cardinality
+            self.num_items = (
+                math.inf if cardinality == tf.data.INFINITE_CARDINALITY else cardinality
+            )
         self._shuffled = tf.function(self._shuffle_by, autograph=False)
 
     def batches(self, epoch: int, start: int, stop: float, workers: dict[str, Any]) -> Any:
@@ -127,10 +129,11 @@ def source_of(data: Any, **options: Any) -> ArraySource | DatasetSource:
 def _tensors(data: Any, where: str) -> Any:
     """The same structure with a host tensor per array; lists become tuples, as in `tf.data`."""
     if isinstance(data, Mapping):
-        return type(data)({key: _tensors(data[key], f"{where}[{key!r}]") for key in data})
+        parts = {key: _tensors(data[key], f"{where}[{key!r}]") for key in data}
+        return type(data)(parts)  # type: ignore[call-arg]
     if isinstance(data, (tuple, list)):
-        parts = [_tensors(part, f"{where}[{index}]") for index, part in enumerate(data)]
-        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
+        items = [_tensors(item, f"{where}[{index}]") for index, item in enumerate(data)]
+        return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
     if isinstance(data, tf.RaggedTensor | tf.SparseTensor):
         raise _no_source(
             data,
@@ -142,7 +145,7 @@ def _tensors(data: Any, where: str) -> Any:
         raise _no_source(
             data,
             where,
-            cause="A list of numbers isn't an array.",
+            cause="Only arrays have rows; a list stands for several of them.",
             fix="Wrap it: `numpy.asarray(data)`.",
         )
     tensor = tf.identity(data) if tf.is_tensor(data) else tf.constant(np.asarray(data))

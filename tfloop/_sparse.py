@@ -6,11 +6,19 @@ here gives the result that the dense tensor would. Dense tensors go through the 
 so that no caller asks which kind it holds.
 """
 
+import numbers
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-Gradient = tf.Tensor | tf.IndexedSlices
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+_MSG_NO_SHAPE = (
+    "A sparse gradient can't be made dense: got rows of shape {shape} without a dense shape, "
+    "expected one. `tf.IndexedSlices` made by hand often lacks it. Give the variable's: "
+    "`tf.IndexedSlices(values, indices, tf.constant(variable.shape))`."
+)
 
 
 def is_sparse(grad: Gradient) -> bool:
@@ -28,9 +36,15 @@ def deduplicate(grad: Gradient) -> Gradient:
 
 
 def densify(grad: Gradient) -> tf.Tensor:
-    """The same gradient as a dense tensor; repeated rows are summed."""
+    """The same gradient as a dense tensor; repeated rows are summed.
+
+    Raises:
+      ValueError: The rows don't say of what shape the dense tensor is.
+    """
     if not is_sparse(grad):
         return grad
+    if grad.dense_shape is None:
+        raise ValueError(_MSG_NO_SHAPE.format(shape=tuple(grad.values.shape)))
     shape = tf.cast(grad.dense_shape, grad.indices.dtype)
     return tf.scatter_nd(grad.indices[:, tf.newaxis], grad.values, shape)
 
@@ -50,34 +64,50 @@ def cast(grad: Gradient, dtype: tf.DType) -> Gradient:
     return grad if grad.dtype == dtype else map_values(lambda t: tf.cast(t, dtype), grad)
 
 
+def scale(grad: Gradient, factor: Any) -> Gradient:
+    """The gradient times a scalar, in its own dtype; sparse ones stay sparse."""
+    return map_values(lambda values: values * scalar(factor, values.dtype), grad)
+
+
+def scalar(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """A number or tensor in a dtype. A Python float isn't rounded to float32 on the way."""
+    if isinstance(value, numbers.Number):
+        return tf.constant(value, dtype)
+    return tf.cast(tf.convert_to_tensor(value), dtype)
+
+
 def add(one: Gradient, other: Gradient) -> Gradient:
-    """The sum; sparse only where both are. Overlapping rows are kept side by side, not merged."""
-    if is_sparse(one) and is_sparse(other):
-        numbers = [tf.cast(grad.indices, tf.int64) for grad in (one, other)]
-        values = [one.values, tf.cast(other.values, one.dtype)]
-        return tf.IndexedSlices(tf.concat(values, 0), tf.concat(numbers, 0), one.dense_shape)
-    return densify(one) + tf.cast(densify(other), one.dtype)
+    """The sum, in the wider dtype; sparse only where both are.
+
+    Overlapping rows are kept side by side, not merged.
+    """
+    dtype = one.dtype if one.dtype.size >= other.dtype.size else other.dtype
+    one, other = cast(one, dtype), cast(other, dtype)
+    if not (is_sparse(one) and is_sparse(other)):
+        return densify(one) + densify(other)
+    numbers = [grad.indices for grad in (one, other)]
+    if numbers[0].dtype != numbers[1].dtype:
+        numbers = [tf.cast(part, tf.int64) for part in numbers]
+    shape = one.dense_shape if one.dense_shape is not None else other.dense_shape
+    rows = tf.concat([one.values, other.values], 0)
+    return tf.IndexedSlices(rows, tf.concat(numbers, 0), shape)
 
 
 def dot(one: Gradient, other: Gradient) -> tf.Tensor:
     """The scalar product, in float32 or in float64 where one of the two is."""
     dtype = accumulation_dtype(one.dtype, other.dtype)
+    one, other = cast(one, dtype), cast(other, dtype)
     if is_sparse(one) and not is_sparse(other):
         one, other = other, one
     if is_sparse(other) and not is_sparse(one):
-        one = tf.gather(one, other.indices)
-        other = other.values
-    else:
-        one, other = densify(one), densify(other)
-    return tf.reduce_sum(tf.cast(one, dtype) * tf.cast(other, dtype))
+        one, other = tf.gather(one, other.indices), other.values
+    return tf.reduce_sum(densify(one) * densify(other))
 
 
 def squared_norm(grad: Gradient) -> tf.Tensor:
     """The sum of squares of the dense gradient, in float32, or in float64 for float64."""
-    values = deduplicate(grad)
-    values = values.values if is_sparse(values) else values
-    values = tf.cast(values, accumulation_dtype(values.dtype))
-    return tf.reduce_sum(tf.square(values))
+    values = deduplicate(cast(grad, accumulation_dtype(grad.dtype)))
+    return tf.reduce_sum(tf.square(values.values if is_sparse(values) else values))
 
 
 def all_finite(grad: Gradient) -> tf.Tensor:

@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tfloop._paths import AddressBook, tf_variable
 
 if TYPE_CHECKING:
-    from tfloop._optimizer import _Group
+    from tfloop._routing import Group
 
 _COLUMNS = ("path", "shape", "group", "optimizer", "clipping", "rate", "decay", "frozen")
 
 
-def rows(book: AddressBook, owner: dict[str, int], groups: Sequence["_Group"]) -> list[list[str]]:
-    """A row for each variable that an optimizer serves or could serve."""
+def rows(book: AddressBook, owner: dict[str, int], groups: Sequence["Group"]) -> list[list[str]]:
+    """A row for each variable that is a parameter or could be."""
     trainable = book.parameters()
     return [
         _row(path, book, groups[owner[path]], path in trainable)
         for path in owner
-        if path in trainable or groups[owner[path]].update is None or _was_parameter(book, path)
+        if path in trainable or _was_parameter(book, path)
     ]
 
 
@@ -34,17 +35,26 @@ def _was_parameter(book: AddressBook, path: str) -> bool:
     return tf_variable(book.variables[path]).trainable
 
 
-def _row(path: str, book: AddressBook, group: "_Group", trainable: bool) -> list[str]:
+def _row(path: str, book: AddressBook, group: "Group", trainable: bool) -> list[str]:
     shape = str(tuple(book.variables[path].shape))
     update = group.update
     if update is None or not trainable:
         kind = update.name if update else "-"
         return [path, shape, str(group.group), kind, "-", "-", "-", "frozen"]
-    decay = f"{update.weight_decay:g}" if update.decays(path) else "-"
-    rate = update.own_rate()
-    shown = f"{float(tf.convert_to_tensor(rate)):.6g}"
     clipping = f"{group.clipping.kind} {group.clipping.limit:g}" if group.clipping else "-"
-    return [path, shape, str(group.group), update.name, clipping, shown, decay, ""]
+    rate = f"{float(tf.convert_to_tensor(update.own_rate())):.6g}"
+    schedule = update.schedule_name()
+    decay = update.decay_of(path)
+    return [
+        path,
+        shape,
+        str(group.group),
+        update.name,
+        clipping,
+        f"{rate} ({schedule})" if schedule else rate,
+        f"{decay:g}" if decay else "-",
+        "",
+    ]
 
 
 def show(table: list[list[str]]) -> str:
@@ -53,7 +63,8 @@ def show(table: list[list[str]]) -> str:
     if sys.stdout.isatty():
         rich = Table(*_COLUMNS)
         for row in table:
-            rich.add_row(*row, style="dim" if row[-1] else None)
+            # As text: the brackets of a regular expression aren't markup.
+            rich.add_row(*map(Text, row), style="dim" if row[-1] else None)
         Console().print(rich)
     else:
         print(text)
@@ -69,7 +80,7 @@ def plain(table: list[list[str]], columns: Sequence[str] = _COLUMNS) -> str:
     return "\n".join(line.rstrip() for line in text)
 
 
-def ownership(book: AddressBook, owner: dict[str, int], groups: Sequence["_Group"]) -> str:
+def ownership(book: AddressBook, owner: dict[str, int], groups: Sequence["Group"]) -> str:
     """Who owns what, a line for each group: for error messages."""
     table = []
     for index, group in enumerate(groups):

@@ -1,23 +1,35 @@
 """`Tape`: the one place that holds a `tf.GradientTape`, and makes a backward pass explicit.
 
 It gives `Gradients`, one per variable or tensor that was asked for. Keying them by path is
-`_gradients`' business; scaling of losses, `_scaling`'s.
+`_backward`'s business.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfloop import _sparse, _traces
-from tfloop._gradients import Gradients
+from tfloop._backward import Gradients, unwatched
 from tfloop._messages import described
-from tfloop._paths import address_book, is_model, is_variable, tf_variable, unwrap
+from tfloop._paths import (
+    AddressBook,
+    address_book,
+    is_model,
+    is_variable,
+    parts_of,
+    tf_variable,
+    unchecked_book,
+    unwrap,
+)
+
+_BACKWARD = "tape.backward(loss, wrt)"
 
 _MSG_NO_GRADIENT = (
-    "`tape.backward(loss)` found no gradient at all: {got}, expected a floating loss computed in "
-    "the tape's block from variables or watched tensors. {cause}"
+    "`{call}` found no gradient at all: got {got}, expected a floating loss computed in the "
+    "tape's block from variables or watched tensors. {cause}"
 )
 
 
@@ -29,8 +41,9 @@ class Tape:
     outer block gives second order.
 
     Args:
-      watch: Tensors and variables to watch from the start: inputs (adversarial examples, gradient
-        penalty), or variables made with `trainable=False`.
+      watch: Tensors, variables and models to watch from the start: inputs (adversarial examples,
+        gradient penalty), or variables that were made with `trainable=False`, which a tape doesn't
+        watch by itself, not even after they were thawed.
       persistent: Allow several backward passes; memory is kept until the tape is gone.
 
     Graph mode: works in `tf.function`, jitted too; open and close it in one trace.
@@ -51,10 +64,13 @@ class Tape:
         self._watched = list(_sources(watch, "Tape(watch=...)"))
         self._persistent = persistent
         self._tape = tf.GradientTape(persistent=persistent)
+        self._opened = False
         self._spent = False
 
     def __enter__(self) -> "Tape":
+        """Starts to record."""
         self._tape.__enter__()
+        self._opened = True
         for source in self._watched:
             self._tape.watch(source)
         return self
@@ -65,6 +81,7 @@ class Tape:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Stops to record."""
         self._tape.__exit__(kind, error, traceback)
 
     @_traces.not_converted
@@ -89,55 +106,72 @@ class Tape:
         Raises:
           ValueError: No source has a gradient; the message lists the likely causes.
           TypeError: `loss` isn't a floating tensor, or a source isn't one.
-          RuntimeError: A second backward pass on a tape that isn't persistent.
+          RuntimeError: A second backward pass on a tape that isn't persistent, or one before the
+            block.
         """
         loss = self._checked(loss)
-        if wrt is None:
-            seen = list(self._tape.watched_variables())
-            known = {id(variable) for variable in seen}
-            sources = seen + [source for source in self._watched if id(source) not in known]
-        else:
-            sources = list(_sources(wrt, "tape.backward(loss, wrt)"))
+        seen = {id(source): source for source in self._tape.watched_variables()}
+        seen |= {id(source): source for source in self._watched}
+        sources = list(seen.values() if wrt is None else _sources(wrt, _BACKWARD))
         if not sources:
+            got = "nothing to differentiate by"
             cause = "The block read no trainable variable. Call the model in it: `model(x)`."
-            raise ValueError(_MSG_NO_GRADIENT.format(got="got an empty tape", cause=cause))
+            raise ValueError(_MSG_NO_GRADIENT.format(call=_BACKWARD, got=got, cause=cause))
         grads = self._tape.gradient(loss, sources)
         self._spent = not self._persistent
+        blind = [
+            source
+            for source, grad in zip(sources, grads, strict=True)
+            if grad is None and id(source) not in seen and is_variable(source)
+            if not source.trainable
+        ]
+        if blind:
+            raise unwatched(_BACKWARD, blind)
         if all(grad is None for grad in grads):
-            raise ValueError(self._why_nothing(wrt, len(sources)))
-        return Gradients(sources, map(_widened, sources, grads))
+            raise ValueError(_why_nothing(wrt, len(sources)))
+        return Gradients(sources, map(_widened, sources, grads), of_everything=wrt is None)
 
     def _checked(self, loss: Any) -> tf.Tensor:
         """Refuses what can't be differentiated, before the tape is spent."""
+        if not self._opened:
+            raise RuntimeError(
+                f"`{_BACKWARD}` was called on a tape that never recorded: got an unopened tape, "
+                "expected one after its block. Compute the loss in it: "
+                "`with tfloop.Tape() as tape: loss = loss_fn(y, model(x))`."
+            )
         if self._spent:
             raise RuntimeError(
-                "`tape.backward(loss)` was called twice: got a tape that is spent, expected a fresh "
-                "or a persistent one. Several losses can be summed, or ask for a persistent tape: "
-                "`tfloop.Tape(persistent=True)`."
+                f"`{_BACKWARD}` was called twice: got a tape that is spent, expected a fresh or a "
+                "persistent one. The first pass has freed what was recorded. Add the losses up in "
+                "the block, or keep the tape: `tfloop.Tape(persistent=True)`."
             )
-        if loss is None or isinstance(loss, (str, bool)):
+        number = isinstance(loss, (float, np.ndarray, np.number)) and not isinstance(loss, bool)
+        if not (number or isinstance(loss, (tf.Tensor, int)) or is_variable(loss)):
             raise TypeError(
-                f"`tape.backward(loss)` needs a loss: got {described(loss)}, expected a floating "
-                "tensor. Did the loss function return nothing? End it with `return loss`."
+                f"`{_BACKWARD}` needs a loss: got {described(loss)}, expected one floating tensor. "
+                "A loss function may return nothing, or several parts. Add them up in the block: "
+                "`loss = tf.add_n(parts)`."
             )
-        loss = loss if isinstance(loss, tf.Tensor) else tf.convert_to_tensor(loss)
+        loss = tf.convert_to_tensor(loss)
         if not loss.dtype.is_floating:
             cause = "Integers carry no gradient. Cast before the sum: `tf.cast(x, tf.float32)`."
-            got = f"got a loss of dtype {loss.dtype.name}"
-            raise ValueError(_MSG_NO_GRADIENT.format(got=got, cause=cause))
+            got = f"a loss of dtype {loss.dtype.name}"
+            raise ValueError(_MSG_NO_GRADIENT.format(call=_BACKWARD, got=got, cause=cause))
         return loss
 
-    def _why_nothing(self, wrt: Any, count: int) -> str:
-        cause = (
-            "Likely: the loss was computed after the block or outside it; it went through NumPy, "
-            "an integer, `tf.stop_gradient` or a `valid()` view; "
-        )
-        if wrt is None:
-            cause += "or it uses other variables. Compute it inside: "
-        else:
-            cause += "or a tensor in `wrt` wasn't watched: `Tape(watch=[x])`. Compute it inside: "
-        cause += "`with tfloop.Tape() as tape: loss = loss_fn(y, model(x))`."
-        return _MSG_NO_GRADIENT.format(got=f"got None for all {count} sources", cause=cause)
+
+def _why_nothing(wrt: Any, count: int) -> str:
+    """Says why a loss has no gradient, most likely causes first."""
+    cause = (
+        "Likely: the loss was computed after the block or outside it; it went through NumPy, "
+        "an integer, `tf.stop_gradient` or a `valid()` view; "
+    )
+    if wrt is None:
+        cause += "or it uses other variables. Compute it inside: "
+    else:
+        cause += "or a tensor in `wrt` wasn't watched: `Tape(watch=[x])`. Compute it inside: "
+    cause += "`with tfloop.Tape() as tape: loss = loss_fn(y, model(x))`."
+    return _MSG_NO_GRADIENT.format(call=_BACKWARD, got=f"None for all {count} sources", cause=cause)
 
 
 @_traces.not_converted
@@ -160,6 +194,7 @@ def total_loss(loss: Any, model: Any) -> tf.Tensor:
 
     Raises:
       ValueError: `loss` isn't a scalar.
+      TypeError: It isn't floating, or `model` isn't a model.
 
     Example:
       >>> import keras, tensorflow as tf, tfloop
@@ -168,45 +203,59 @@ def total_loss(loss: Any, model: Any) -> tf.Tensor:
       >>> float(tfloop.total_loss(tf.constant(2.0), net))
       2.5
     """
+    call = "total_loss(loss, model)"
     loss = tf.convert_to_tensor(loss)
+    if not loss.dtype.is_floating:
+        raise TypeError(
+            f"`{call}` needs a floating loss: got dtype {loss.dtype.name}, expected for example "
+            "float32. Integers carry no gradient. Cast it: `tf.cast(loss, tf.float32)`."
+        )
     if loss.shape.rank not in (0, None):
         raise ValueError(
-            f"`total_loss(loss, model)` needs a scalar: got shape {tuple(loss.shape)}, expected "
-            "(). The penalty would be counted once per element. Reduce first: "
-            "`tf.reduce_mean(loss)`."
+            f"`{call}` needs a scalar: got the shape {tuple(loss.shape)}, expected (). The penalty "
+            "would be counted once per element. Reduce first: `tf.reduce_mean(loss)`."
         )
-    extra = [tf.cast(part, loss.dtype) for part in _losses(model)]
+    book = unchecked_book(model, call)
+    book.check(call, may_be_empty=True)  # a model without variables may have activity losses
+    _traces.depends_on(book)
+    extra = [tf.cast(part, loss.dtype) for part in _losses(book)]
     return tf.add_n([loss, *extra]) if extra else loss
 
 
-def _losses(model: Any) -> Iterator[tf.Tensor]:
-    """The losses of every outermost Keras layer of a root."""
-    layers = address_book(model, "total_loss(loss, model)").outermost_layers()
-    for layer in layers:
-        yield from layer.losses
+def _losses(book: AddressBook) -> Iterator[tf.Tensor]:
+    """What `layer.losses` of all outermost layers holds, shared layers and variables once."""
+    for layer in book.live_layers():
+        yield from layer._get_own_losses()
+    for variable in book.parameters().values():
+        regularizer = getattr(variable, "regularizer", None)
+        if regularizer is not None:
+            yield regularizer(variable)
 
 
 def _sources(things: Any, call: str) -> Iterator[Any]:
     """Flattens models, variables and tensors into what a `tf.GradientTape` takes."""
     things = unwrap(things)
-    if isinstance(things, Mapping):
-        things = list(things.values())
-    if is_model(things):
+    parts = parts_of(things)
+    if parts is not None:
+        for part in parts:
+            yield from _sources(part, call)
+    elif is_model(things):
         yield from map(tf_variable, address_book(things, call).parameters().values())
     elif is_variable(things) or isinstance(things, tf.Tensor):
         if not tf.as_dtype(things.dtype).is_floating:
             raise TypeError(
-                f"`{call}` got a source of dtype {tf.as_dtype(things.dtype).name}, expected a "
-                "floating one: integers carry no gradient. Cast it: `tf.cast(x, tf.float32)`."
+                f"`{call}` takes no such source: got dtype {tf.as_dtype(things.dtype).name}, "
+                "expected a floating one. Integers carry no gradient. Cast it before the block: "
+                "`x = tf.cast(x, tf.float32)`."
             )
         yield tf_variable(things)
-    elif isinstance(things, Iterable) and not isinstance(things, (str, bytes)):
-        for thing in things:
-            yield from _sources(thing, call)
+    elif isinstance(things, Iterable) and not isinstance(things, (str, bytes, np.ndarray)):
+        yield from _sources(list(things), call)
     else:
         raise TypeError(
-            f"`{call}` got {described(things)}, expected models, variables or tensors. Only what "
-            "TensorFlow computes can be watched: `x = tf.convert_to_tensor(x)`."
+            f"`{call}` takes no such source: got {described(things)}, expected models, variables "
+            "or tensors. Only what TensorFlow computes can be watched. Convert it before the "
+            "block: `x = tf.convert_to_tensor(x)`."
         )
 
 

@@ -23,34 +23,44 @@ class Dependency(Protocol):
         """Equal as long as a trace made earlier is still right."""
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.recorders: list[dict[int, Dependency]] = []
-
-
-_stack = _Stack()
+# By the graph that is being traced: the replicas of a strategy trace it in threads of their own.
+_recorders: dict[int, dict[int, Dependency]] = {}
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[int, Dependency]]:
-    """Collects what is read while the block runs, by identity."""
-    found: dict[int, Dependency] = {}
-    _stack.recorders.append(found)
+    """Collects what the trace being made reads while the block runs, by identity."""
+    key = id(tf.compat.v1.get_default_graph())
+    outer = _recorders.get(key)
+    found = _recorders[key] = {}
     try:
         yield found
     finally:
-        _stack.recorders.remove(found)
+        _recorders.pop(key)
+        if outer is not None:  # steps within steps, while functions run eagerly
+            _recorders[key] = outer
 
 
 def depends_on(thing: Dependency) -> None:
     """Says that the trace being made, if one is, has read the state of `thing`."""
-    for found in _stack.recorders:
+    for found in _open_recorders():
         found[id(thing)] = thing
 
 
 def is_recorded() -> bool:
     """Is the trace being made one that `compile` watches over?"""
-    return bool(_stack.recorders) and not tf.executing_eagerly()
+    return bool(_open_recorders())
+
+
+def _open_recorders() -> list[dict[int, Dependency]]:
+    """The recorders of the graph being traced and of those around it."""
+    found = []
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if id(graph) in _recorders:
+            found.append(_recorders[id(graph)])
+        graph = getattr(graph, "outer_graph", None)
+    return found
 
 
 def eagerly(fn: Callable[[], Any]) -> Any:
@@ -85,4 +95,4 @@ def not_converted(fn: _F) -> _F:
     It stays out of all that is called inside, so a function that calls the user's code back
     (a view calling a `tf.Module`) isn't decorated.
     """
-    return functools.wraps(fn)(tf.autograph.experimental.do_not_convert(fn))
+    return functools.wraps(fn)(tf.autograph.experimental.do_not_convert(fn))  # type: ignore[return-value]

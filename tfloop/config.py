@@ -12,7 +12,7 @@ import os
 import pathlib
 import uuid
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import keras
 import pydantic
@@ -23,17 +23,23 @@ from tfloop._config_errors import explained, read_json
 from tfloop._messages import did_you_mean, listed
 from tfloop._optimizer import ModuleOptimizer
 
+if TYPE_CHECKING:  # Its address is private; its identity isn't.
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(pydantic.BaseModel)
+
 C = TypeVar("C", bound="Config")
 
 
-class _OneMessage(type(pydantic.BaseModel)):  # type: ignore[misc]
+class _OneMessage(ModelMetaclass):
     """Makes a wrong constructor call raise one sentence in place of pydantic's table."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         try:
             return super().__call__(*args, **values)
         except pydantic.ValidationError as error:
-            raise ValueError(explained(f"{cls.__name__}(...)", cls, error)) from None
+            call = f"{cls.__name__}(...)"
+            raise ValueError(explained(call, cls, error)) from None  # type: ignore[arg-type]
 
 
 class Config(pydantic.BaseModel, metaclass=_OneMessage):
@@ -59,7 +65,7 @@ class Config(pydantic.BaseModel, metaclass=_OneMessage):
     """
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
     )
 
     @pydantic.model_validator(mode="after")

@@ -242,7 +242,7 @@ class DataLoader(tf.train.experimental.PythonState):
         if changed and record["batch"] > 0:
             raise ValueError(
                 f"`DataLoader` can't resume in the middle of an epoch: got a record of {changed}, "
-                f"expected {({name: mine[name] for name in changed})}. The loader was changed "
+                f"expected { ({name: mine[name] for name in changed}) }. The loader was changed "
                 "since. Build it as it was: `DataLoader(data, batch_size=..., shuffle=...)`."
             )
         self._place.go(record["epoch"], record["batch"])

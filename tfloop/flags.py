@@ -1,13 +1,13 @@
 """absl flags from a `Config` class: one flag a field, nested fields with dots, and `--config`.
 
-    class TrainingConfig(tfloop.Config):
-        lr: float = Field(1e-4, gt=0, description="Learning rate.")
-        model: ModelConfig = ModelConfig()
+class TrainingConfig(tfloop.Config):
+    lr: float = Field(1e-4, gt=0, description="Learning rate.")
+    model: ModelConfig = ModelConfig()
 
-    tfloop.flags.define_config(TrainingConfig)      # --lr, --model.hidden_size, --config
+tfloop.flags.define_config(TrainingConfig)      # --lr, --model.hidden_size, --config
 
-    def main(_):
-        config = tfloop.flags.config()              # the file of --config, then the flags given
+def main(_):
+    config = tfloop.flags.config()              # the file of --config, then the flags given
 """
 
 import json
@@ -141,9 +141,7 @@ def _flat_fields(
             yield from _flat_fields(inner, f"{prefix}{name}.", default)
 
 
-def _define(
-    name: str, field: FieldInfo, default: Any, flag_values: absl.flags.FlagValues
-) -> None:
+def _define(name: str, field: FieldInfo, default: Any, flag_values: absl.flags.FlagValues) -> None:
     kind = _without_none(field.annotation)
     text = field.description or f"Sets `{name}`."
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()

@@ -16,7 +16,7 @@ class UnusableInput(Exception):
     """Something the user named can't be used; the text is for the terminal."""
 
 
-def run(main: Callable[[Any], None], argv: Sequence[str] | None = None) -> NoReturn:
+def run(main: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
     """Parses the flags, runs `main(config)` and exits.
 
     Exit codes: 0, or 2 with one line on stderr for a bad flag, value, file or folder, or 130

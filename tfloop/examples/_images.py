@@ -80,7 +80,9 @@ def _digits() -> tuple[Images, Images]:
             _prepare(builder)
             splits = _read(builder, "train"), _read(builder, "test")
     except ModuleNotFoundError as error:
-        raise UnusableInput(f"The digits come with scikit-learn: pip install {error.name}") from error
+        raise UnusableInput(
+            f"The digits come with scikit-learn: pip install {error.name}"
+        ) from error
     print("Data: scikit-learn's 1,797 UCI digits, enlarged from 8x8 to 28x28.", flush=True)
     return splits
 

@@ -16,11 +16,11 @@ from tfloop.examples._command import UnusableInput
 
 
 class Iteration(NamedTuple):
-    """Scalars of one iteration over `count` samples; tensors until somebody reads them."""
+    """Scalars of one iteration over its samples; tensors until somebody reads them."""
 
     loss: Any
     accuracy: Any
-    count: int
+    samples: int
 
 
 class Report:
@@ -57,7 +57,7 @@ class Report:
         self._clock = time.perf_counter()
 
     def iteration(
-        self, split: str, epoch: int, iteration: int, loss: Any, accuracy: Any, count: int
+        self, split: str, epoch: int, iteration: int, loss: Any, accuracy: Any, samples: int
     ) -> None:
         """Notes one iteration, and prints the first and then every `log_every`-th."""
         if iteration == 0:
@@ -65,7 +65,7 @@ class Report:
                 self._bar.remove_task(task)
             self._bar.add_task(f"{split} {epoch}", total=self._lengths[split])
         self._bar.advance(self._bar.task_ids[0])
-        self._epoch[split].append(Iteration(loss, accuracy, count))
+        self._epoch[split].append(Iteration(loss, accuracy, samples))
         if iteration % self._log_every == 0:
             print(
                 f"[{split} - Epoch {epoch} - Iteration {iteration}] "
@@ -80,7 +80,7 @@ class Report:
             average = self._close(split, seen)
             parts.append(
                 f"{split} loss {average.loss:.3f}, accuracy {average.accuracy:.2f} %"
-                if average.count
+                if average.samples
                 else f"{split} had no batches"
             )
         now = time.perf_counter()
@@ -93,9 +93,9 @@ class Report:
         seen.clear()
         average = _average(values)
         self.history[split] += values
-        if average.count:
+        if average.samples:
             self.averages[split].append(average)
-        if average.count and split in self._writers:
+        if average.samples and split in self._writers:
             with self._writers[split].as_default(step=len(self.history["Train"])):
                 _scalar("loss", average.loss)
                 _scalar("accuracy", average.accuracy)
@@ -128,12 +128,12 @@ class Report:
 
 def _average(values: list[Iteration]) -> Iteration:
     """The mean weighted by samples; NaN over none."""
-    count = sum(value.count for value in values)
-    if count == 0:
+    samples = sum(value.samples for value in values)
+    if samples == 0:
         return Iteration(math.nan, math.nan, 0)
-    loss = sum(value.loss * value.count for value in values) / count
-    accuracy = sum(value.accuracy * value.count for value in values) / count
-    return Iteration(loss, accuracy, count)
+    loss = sum(value.loss * value.samples for value in values) / samples
+    accuracy = sum(value.accuracy * value.samples for value in values) / samples
+    return Iteration(loss, accuracy, samples)
 
 
 def _open(config: tfloop.Config, folder: pathlib.Path, splits: Iterable[str]) -> dict[str, Any]:

@@ -117,8 +117,8 @@ def train(
         with tfloop.Tape() as tape:
             logits = model(batch.images)
             loss = cross_entropy(logits, batch.targets)
-        grads = tape.backward(loss)  # One gradient for every variable on the tape,
-        grads = tfloop.GradientsParams.from_grads(grads, model)  # keyed by the model's paths.
+        # One gradient for every variable on the tape, then this model's by their paths.
+        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
         optim.step(lr, model, grads)
         return loss, percent_correct(logits, batch.targets)
 

@@ -1,0 +1,491 @@
+"""The example as its users meet it: its numbers, its files, its command line."""
+
+import contextlib
+import http.server
+import itertools
+import os
+import pathlib
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import absl.flags
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import flagsaver
+
+import tfloop
+from tfloop.examples import _command, _images, mnist
+from tfloop.examples._report import Report
+
+MNIST_DIR = os.environ.get("TFLOOP_TEST_DATA_DIR")
+LINE = r"\[(Train|Valid) - Epoch (\d+) - Iteration (\d+)\] Loss \d+\.\d{3} \| Accuracy \d+\.\d{3} %"
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return _images.load("digits", None)
+
+
+@pytest.fixture(scope="module")
+def mnist_run():
+    """One epoch on MNIST: the splits, the settings and the report."""
+    if MNIST_DIR is None:
+        pytest.skip("TFLOOP_TEST_DATA_DIR names no folder with MNIST prepared for TFDS")
+    config = mnist.TrainingConfig(num_epochs=1, lr=1e-3, log_every=300)
+    splits = _images.load("mnist", MNIST_DIR)
+    return splits, config, mnist.train(config, *splits)
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs the example's command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+            _command.run(mnist.main, ["mnist", *arguments])
+        absl.flags.FLAGS.unparse_flags()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def by_hand(config, images, labels, iterations):
+    """The losses of a loop without tfloop: NumPy batches, a GradientTape and Keras' Adam."""
+    keras.utils.set_random_seed(config.seed)
+    model = config.model.init()
+    adam = keras.optimizers.Adam(config.lr)
+
+    @tf.function(reduce_retracing=True)
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            logits = model(images, training=True)
+            loss = tf.reduce_mean(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+            )
+        adam.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+        return loss
+
+    def batches():
+        for epoch in itertools.count():
+            generator = np.random.Generator(np.random.PCG64([config.seed, epoch]))
+            order = generator.permutation(len(images))
+            for start in range(0, len(order), config.batch_size):
+                yield order[start : start + config.batch_size]
+
+    losses = []
+    for rows in itertools.islice(batches(), iterations):
+        batch = (images[rows].astype(np.float32) / 255 - 0.1307) / 0.3081
+        losses.append(float(step(tf.constant(batch), tf.constant(labels[rows]))))
+    return losses
+
+
+class TestModel:
+    def test_it_has_burns_parameters(self):
+        model = mnist.ModelConfig().init()
+        assert model.count_params() == 1_061_098
+        assert {path: tuple(v.shape) for path, v in tfloop.named_parameters(model).items()} == {
+            "conv1.kernel": (3, 3, 1, 8),
+            "conv1.bias": (8,),
+            "conv2.kernel": (3, 3, 8, 16),
+            "conv2.bias": (16,),
+            "linear1.kernel": (1024, 1024),
+            "linear1.bias": (1024,),
+            "linear2.kernel": (1024, 10),
+            "linear2.bias": (10,),
+        }
+        assert model.output_shape == (None, 10)
+
+    def test_its_pool_is_the_adaptive_average_pool(self):
+        layers = mnist.ModelConfig().init().layers
+        (pool,) = (layer for layer in layers if isinstance(layer, keras.layers.AveragePooling2D))
+        images = np.random.default_rng(0).normal(size=(2, 24, 24, 16)).astype(np.float32)
+        adaptive = keras.layers.AdaptiveAveragePooling2D(8)
+        np.testing.assert_allclose(pool(images), adaptive(images), rtol=1e-5, atol=1e-6)
+
+    def test_the_batcher_normalises_as_burn_does(self):
+        raw = _images.Images(np.array([[[0, 255]]], np.uint8), np.array([3]))
+        batch = mnist.batcher(raw)
+        expected = [[[-0.1307 / 0.3081, (1 - 0.1307) / 0.3081]]]
+        np.testing.assert_allclose(batch.images, expected, rtol=1e-6)
+        assert batch.targets is raw.labels
+
+    def test_the_settings_of_the_model_are_used(self):
+        model = mnist.ModelConfig(num_classes=3, hidden_size=7, dropout=0.25).init()
+        assert model.output_shape == (None, 3)
+        rates = [layer.rate for layer in model.layers if isinstance(layer, keras.layers.Dropout)]
+        assert rates == [0.25] * 3
+
+
+class TestData:
+    def test_the_digits_are_scikit_learns_enlarged(self, digits):
+        train, test = digits
+        assert (train.images.shape, test.images.shape) == ((1438, 28, 28), (359, 28, 28))
+        assert (train.images.dtype, train.labels.dtype) == (np.uint8, np.int64)
+        labels = np.concatenate([train.labels, test.labels])
+        assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+        assert train.images.max() > 240
+        # The mean over all pixels is that of the originals, 4.884 of 16, in units of 255.
+        everything = np.concatenate([train.images, test.images])
+        assert everything.mean() == pytest.approx(4.884 * 255 / 16, rel=0.02)
+
+    def test_auto_takes_the_digits_in_seconds_where_mnist_cannot_be_had(
+        self, monkeypatch, capsys, tmp_path
+    ):
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # Accepts, and never answers.
+            address = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+            monkeypatch.setattr(_images, "_MNIST_FILE", address)
+            start = time.perf_counter()
+            train, _ = _images.load("auto", str(tmp_path))
+        assert len(train.labels) == 1438
+        assert time.perf_counter() - start < 10
+        first, second = capsys.readouterr().out.splitlines()
+        assert first == (
+            f"MNIST isn't prepared under {tmp_path} and its host doesn't answer: "
+            "taking the bundled digits."
+        )
+        assert second.startswith("Data: scikit-learn's 1,797 UCI digits")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_host_that_answers_is_noticed(self, monkeypatch):
+        class Quiet(http.server.BaseHTTPRequestHandler):
+            def do_HEAD(self):
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        with http.server.HTTPServer(("127.0.0.1", 0), Quiet) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            monkeypatch.setattr(_images, "_MNIST_FILE", f"http://127.0.0.1:{server.server_port}/")
+            assert _images._host_answers()
+            server.shutdown()
+        assert not _images._host_answers()
+
+    def test_auto_takes_mnist_where_it_is_prepared(self, mnist_run, capsys):
+        (train, test), _, _ = mnist_run
+        assert (train.images.shape, test.images.shape) == ((60000, 28, 28), (10000, 28, 28))
+        _, auto_test = _images.load("auto", MNIST_DIR)
+        np.testing.assert_array_equal(auto_test.images, test.images)
+        assert capsys.readouterr().out.startswith("Data: MNIST, from ")
+
+
+class TestNumbers:
+    def test_the_losses_on_the_digits_are_those_of_a_loop_by_hand(self, digits):
+        config = mnist.TrainingConfig(num_epochs=3, lr=1e-3)
+        report = mnist.train(config, digits[0], digits[1])
+        mine = [iteration.loss for iteration in report.history["Train"][:50]]
+        assert mine == pytest.approx(by_hand(config, *digits[0], 50), rel=1e-5)
+
+    def test_the_losses_on_mnist_are_those_of_a_loop_by_hand(self, mnist_run):
+        (train, _), config, report = mnist_run
+        mine = [iteration.loss for iteration in report.history["Train"][:50]]
+        assert mine == pytest.approx(by_hand(config, *train, 50), rel=1e-5)
+
+    def test_one_epoch_of_mnist_gives_97_percent(self, mnist_run):
+        _, _, report = mnist_run
+        assert report.averages["Valid"][0].accuracy > 97
+        assert report.averages["Valid"][0].samples == 10000
+
+    @pytest.mark.parametrize(("lr", "least"), [(1e-4, 90), (1e-3, 96)])
+    def test_ten_epochs_of_digits_reach(self, digits, lr, least):
+        report = mnist.train(mnist.TrainingConfig(lr=lr, log_every=100), *digits)
+        assert report.averages["Valid"][-1].accuracy > least
+
+    def test_a_run_is_repeatable(self, digits):
+        config = mnist.TrainingConfig(num_epochs=1, log_every=100)
+        small = [_images.Images(*(array[:200] for array in split)) for split in digits]
+        first, second = (mnist.train(config, *small).history for _ in range(2))
+        assert first == second
+
+    def test_jit_gives_the_same_losses(self, digits):
+        config = mnist.TrainingConfig(
+            num_epochs=1, batch_size=16, model=mnist.ModelConfig(hidden_size=8, dropout=0.0)
+        )
+        small = [_images.Images(*(array[:40] for array in split)) for split in digits]
+        plain, jitted = (
+            [i.loss for i in mnist.train(config.replace(jit_compile=jit), *small).history["Train"]]
+            for jit in (False, True)
+        )
+        assert plain == pytest.approx(jitted, rel=1e-4)
+
+
+class TestReport:
+    def report(self, tmp_path=None, log_every=2):
+        workdir = None if tmp_path is None else str(tmp_path)
+        lengths = {"Train": 3, "Valid": 1}
+        return Report(mnist.TrainingConfig(), lengths, workdir=workdir, log_every=log_every)
+
+    def test_averages_are_weighted_by_samples(self, capsys):
+        with self.report() as report:
+            report.iteration("Train", 1, 0, 1.0, 50.0, 3)
+            report.iteration("Train", 1, 1, 5.0, 100.0, 1)
+            report.iteration("Valid", 1, 0, 2.0, 10.0, 4)
+            report.epoch(1)
+        assert report.averages["Train"] == [(2.0, 62.5, 4)]
+        assert (
+            capsys.readouterr()
+            .out.splitlines()[-1]
+            .startswith(
+                "[Epoch 1] Train loss 2.000, accuracy 62.50 % | Valid loss 2.000, accuracy 10.00 %"
+            )
+        )
+
+    def test_the_first_and_every_nth_iteration_have_a_line(self, capsys):
+        with self.report() as report:
+            for iteration in range(5):
+                report.iteration("Train", 3, iteration, 0.5, 12.5, 1)
+        assert capsys.readouterr().out.splitlines() == [
+            f"[Train - Epoch 3 - Iteration {iteration}] Loss 0.500 | Accuracy 12.500 %"
+            for iteration in (0, 2, 4)
+        ]
+
+    def test_an_interrupted_epoch_is_written(self, tmp_path, capsys):
+        def interrupted():
+            with self.report(tmp_path) as report:
+                report.iteration("Train", 1, 0, 1.0, 50.0, 3)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert capsys.readouterr().out.splitlines()[1:] == [
+            "Interrupted after 1 iterations.",
+            f"Wrote config.json, scalars and curves.png to {tmp_path}.",
+        ]
+        assert scalars(tmp_path / "train") == {"loss": [(1, 1.0)], "accuracy": [(1, 50.0)]}
+
+
+def scalars(folder):
+    """What TensorBoard would read: tag -> [(step, value)]."""
+    (file,) = folder.iterdir()
+    found = {}
+    for record in tf.data.TFRecordDataset(str(file)):
+        event = tf.compat.v1.Event.FromString(record.numpy())
+        for value in event.summary.value:
+            assert value.metadata.plugin_data.plugin_name == "scalars"
+            number = float(tf.make_ndarray(value.tensor))
+            found.setdefault(value.tag, []).append((event.step, number))
+    return found
+
+
+class TestFiles:
+    def test_the_work_folder_holds_settings_scalars_and_a_plot(self, command, tmp_path):
+        folder = tmp_path / "new" / "run"
+        arguments = ["--dataset=digits", "--num_epochs=2", "--lr=1e-3", "--model.hidden_size=32"]
+        code, out, err = command(*arguments, f"--workdir={folder}")
+        assert (code, err) == (0, "")
+        config = mnist.TrainingConfig.load(folder / "config.json")
+        assert (config.lr, config.num_epochs, config.model.hidden_size) == (1e-3, 2, 32)
+        plot = (folder / "curves.png").read_bytes()
+        assert plot.startswith(b"\x89PNG")
+        valid = scalars(folder / "valid")
+        assert [step for step, _ in valid["loss"]] == [23, 46]
+        shown = re.findall(r"Valid loss (\S+), accuracy (\S+) %", out)
+        assert [f"{value:.3f}" for _, value in valid["loss"]] == [loss for loss, _ in shown]
+        assert [f"{v:.2f}" for _, v in valid["accuracy"]] == [accuracy for _, accuracy in shown]
+        assert out.splitlines()[-1] == f"Wrote config.json, scalars and curves.png to {folder}."
+
+        # The saved settings are a run of their own, and a flag still goes first.
+        again = command(f"--config={folder / 'config.json'}", f"--workdir={tmp_path / 'again'}")
+        assert [line for line in again[1].splitlines() if "Iteration" in line] == [
+            line for line in out.splitlines() if "Iteration" in line
+        ]
+
+    def test_without_a_work_folder_nothing_is_written(self, command, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert command("--dataset=digits", "--num_epochs=1", "--model.hidden_size=8")[0] == 0
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestEdges:
+    def test_no_epochs_end_at_once(self, command):
+        code, out, err = command("--dataset=digits", "--num_epochs=0")
+        assert (code, err) == (0, "")
+        assert out.splitlines()[-1] == "Ended after 0 iterations."
+
+    def test_a_batch_larger_than_the_data_is_the_data(self, digits):
+        config = mnist.TrainingConfig(num_epochs=2, batch_size=10_000)
+        report = mnist.train(config, *digits)
+        assert [i.samples for i in report.history["Train"]] == [1438, 1438]
+        assert [i.samples for i in report.history["Valid"]] == [359, 359]
+
+    def test_empty_splits_are_said_and_do_no_harm(self, digits, capsys, tmp_path):
+        nothing = _images.Images(*(array[:0] for array in digits[0]))
+        config = mnist.TrainingConfig(num_epochs=1, workdir=str(tmp_path))
+        report = mnist.train(config, nothing, nothing)
+        out = capsys.readouterr().out
+        assert "[Epoch 1] Train had no batches | Valid had no batches | " in out
+        assert "Ended after 0 iterations." in out
+        assert report.averages == {"Train": [], "Valid": []}
+        assert (tmp_path / "curves.png").exists()
+
+    def test_training_without_validation_images_works(self, digits, capsys):
+        small = _images.Images(*(array[:64] for array in digits[0]))
+        nothing = _images.Images(*(array[:0] for array in digits[0]))
+        mnist.train(mnist.TrainingConfig(num_epochs=1), small, nothing)
+        assert "% | Valid had no batches | " in capsys.readouterr().out
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            (["--learning_rate=1"], "Unknown command line flag 'learning_rate'"),
+            (["--lr"], "Missing value for flag --lr"),
+            (["--lr=fast"], "flag --lr=fast"),
+            (["--lr=nan"], "`lr` got nan, expected a finite number"),
+            (["--lr=inf"], "`lr` got inf, expected a finite number"),
+            (["--lr=-1e-3"], "`lr` got -0.001, expected greater than or equal to 0"),
+            (["--num_epochs=-1"], "`num_epochs` got -1"),
+            (["--batch_size=0"], "`batch_size` got 0, expected greater than 0"),
+            (["--batch_size=2.5"], "flag --batch_size=2.5"),
+            (["--num_workers=-1"], "`num_workers` got -1"),
+            (["--seed=-1"], "`seed` got -1"),
+            (["--seed=4294967296"], "`seed` got 4294967296, expected less than 4294967296"),
+            (["--log_every=0"], "`log_every` got 0"),
+            (["--dataset=cifar"], "value should be one of <auto|mnist|digits>"),
+            (["--jit_compile=maybe"], "--jit_compile=maybe"),
+            (["--model.hidden_size=0"], "`model.hidden_size` got 0"),
+            (["--model.dropout=1"], "`model.dropout` got 1.0, expected less than 1"),
+            (["--optimizer.beta_1=nan"], "`optimizer.beta_1` got nan"),
+            (["1e-3"], "Unexpected argument '1e-3'"),
+            (["--config=nowhere.json"], "`--config=nowhere.json` found no file"),
+        ],
+    )
+    def test_it_is_one_line_and_exit_code_2(self, command, arguments, expected):
+        code, out, err = command(*arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert expected in err
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("{", "found no JSON"),
+            ("[]", "found no settings: got a JSON list"),
+            ('{"lr": "1e-3"}', "`lr` got '1e-3', expected a valid number"),
+            ('{"lrr": 1}', "unknown key 'lrr'. Did you mean 'lr'?"),
+            ('{"model": {"hidden": 1}}', "unknown key 'model.hidden'. Did you mean 'hidden_size'?"),
+        ],
+    )
+    def test_a_broken_config_file_is_one_line(self, command, tmp_path, text, expected):
+        (tmp_path / "c.json").write_text(text)
+        code, _, err = command(f"--config={tmp_path / 'c.json'}")
+        assert (code, err.count("\n")) == (2, 1)
+        assert expected in err
+
+    def test_a_work_folder_that_cannot_be_written_is_one_line(self, command, tmp_path):
+        (tmp_path / "file").write_text("")
+        for folder in (tmp_path / "file", tmp_path / "file" / "run", pathlib.Path("/proc/run")):
+            code, _, err = command("--dataset=digits", f"--workdir={folder}")
+            assert (code, err.count("\n")) == (2, 1)
+            assert f"--workdir={folder} can't be written" in err
+
+    @pytest.mark.parametrize("dataset", ["auto", "mnist"])
+    @pytest.mark.parametrize("content", [None, "{", ""])
+    def test_a_broken_data_set_is_one_line(self, command, tmp_path, dataset, content):
+        folder = tmp_path / "mnist" / "3.0.1"
+        folder.mkdir(parents=True)
+        if content is not None:
+            (folder / "dataset_info.json").write_text(content)
+        code, out, err = command(f"--dataset={dataset}", f"--data_dir={tmp_path}")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"MNIST under --data_dir={tmp_path} can't be read: " in err
+
+    def test_a_truncated_data_set_is_one_line(self, command, tmp_path, mnist_run):
+        copy = tmp_path / "mnist" / "3.0.1"
+        copy.mkdir(parents=True)
+        for file in (pathlib.Path(MNIST_DIR) / "mnist" / "3.0.1").iterdir():
+            (copy / file.name).write_bytes(file.read_bytes()[:100_000])
+        code, _, err = command(f"--data_dir={tmp_path}")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "can't be read: truncated record" in err
+
+    def test_a_file_in_the_place_of_the_data_folder_is_one_line(self, command, tmp_path):
+        (tmp_path / "file").write_text("")
+        code, _, err = command(f"--data_dir={tmp_path / 'file'}")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "file is a file" in err
+
+    def test_mnist_that_cannot_be_had_is_one_line(self, command, tmp_path, monkeypatch):
+        monkeypatch.setattr(_images, "_MNIST_FILE", "http://127.0.0.1:9/")
+        code, _, err = command("--dataset=mnist", f"--data_dir={tmp_path}")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "its host doesn't answer. Choose --dataset digits" in err
+
+
+LAUNCHER = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # A shell's background job is started without it.
+if os.isatty(0):
+    os.close(os.open(os.ttyname(0), os.O_RDWR))  # Makes it this session's terminal.
+os.execv(sys.executable, [sys.executable, "-m", "tfloop.examples.mnist", *sys.argv[1:]])
+"""
+
+
+def start(*arguments, **options):
+    """The example as a process of its own."""
+    command = [sys.executable, "-c", LAUNCHER, "--dataset=digits", *arguments]
+    return subprocess.Popen(command, text=True, **options)
+
+
+class TestProcess:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+    def test_it_runs_as_a_program_and_its_first_line_comes_soon(self, tmp_path):
+        began = time.perf_counter()
+        arguments = ["--lr=1e-3", "--num_epochs=1", "--batch_size=600"]
+        process = start(*arguments, cwd=tmp_path, **self.pipes)
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        assert time.perf_counter() - began < 30
+        out, err = process.communicate(timeout=120)
+        lines += out.splitlines()
+        assert process.returncode == 0, err
+        assert lines[0].startswith("Data: scikit-learn's 1,797 UCI digits")
+        assert re.fullmatch(LINE, lines[1].strip()).groups() == ("Train", "1", "0")
+        assert re.fullmatch(LINE, lines[2]).groups() == ("Valid", "1", "0")
+        assert lines[3].startswith("[Epoch 1] Train loss ")
+        assert "\x1b" not in out  # The progress bar is for terminals.
+
+    def test_sigint_ends_it_cleanly_with_what_it_has(self, tmp_path):
+        process = start("--num_epochs=1000", f"--workdir={tmp_path}", **self.pipes)
+        for line in process.stdout:
+            if "Epoch 2 - Iteration 0" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert "Traceback" not in err
+        assert re.search(r"^Interrupted after \d+ iterations.$", out, re.MULTILINE)
+        assert scalars(tmp_path / "valid")["loss"]
+        assert (tmp_path / "curves.png").exists()
+
+    def test_ctrl_c_on_a_terminal_ends_it_and_the_bar(self, tmp_path):
+        mine, theirs = pty.openpty()
+        streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
+        terminal = {**os.environ, "TERM": "xterm"}
+        process = start("--num_epochs=1000", cwd=tmp_path, env=terminal, **streams)
+        os.close(theirs)
+        text, is_told = "", False
+        with contextlib.suppress(OSError):  # The end of a terminal is an error on Linux.
+            while chunk := os.read(mine, 4096).decode(errors="replace"):
+                text += chunk
+                if "Epoch 2" in text and not is_told:
+                    os.write(mine, b"\x03")
+                    is_told = True
+        os.close(mine)
+        assert process.wait(timeout=60) == 130, text
+        assert "Traceback" not in text
+        assert re.search(r"Interrupted after \d+ iterations.", text)
+        assert re.search(r"Train 1 .*━.*%", text)
+        assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # The cursor is back.

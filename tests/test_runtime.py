@@ -1,0 +1,64 @@
+import random
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfloop
+
+
+def draws():
+    return (
+        random.random(),
+        np.random.rand(),
+        float(tf.random.uniform([])),
+        float(keras.random.uniform([])),
+        keras.layers.Dense(3)(np.ones((1, 2), np.float32)).numpy().tolist(),
+        keras.layers.Dropout(0.5)(np.ones((1, 64)), training=True).numpy().tolist(),
+    )
+
+
+def test_the_same_seed_gives_the_same_draws_everywhere():
+    tfloop.seed(42)
+    first = draws()
+    assert draws() != first
+    tfloop.seed(42)
+    assert draws() == first
+    tfloop.seed(43)
+    assert draws() != first
+
+
+def test_the_ends_of_the_range_are_seeds():
+    for n in (0, 2**32 - 1, np.int64(7)):
+        tfloop.seed(n)
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, "42", None])
+def test_what_is_no_int_raises(wrong):
+    with pytest.raises(TypeError, match=r"`seed\(n\)` takes no such `n`.*Pass `tfloop.seed\(42\)`"):
+        tfloop.seed(wrong)
+
+
+def test_what_is_out_of_range_raises():
+    with pytest.raises(ValueError, match="got -1, expected an int of at least 0"):
+        tfloop.seed(-1)
+    with pytest.raises(
+        ValueError, match=r"got 4294967298, expected at most 2\*\*32 - 1.*seed\(2\)"
+    ):
+        tfloop.seed(2**32 + 2)
+
+
+def test_deterministic_turns_on_deterministic_kernels():
+    # In a process of its own: the switch can't be turned back.
+    program = (
+        "import tensorflow as tf, tfloop\n"
+        "tfloop.seed(1, deterministic=True)\n"
+        "tf.random.uniform([])\n"
+        "tfloop.seed(1)\n"
+        "from tensorflow.python.framework import config\n"
+        "assert config.is_op_determinism_enabled()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120)

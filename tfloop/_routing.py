@@ -1,0 +1,132 @@
+"""Who owns which parameter: the groups in their order, and the last match for every variable.
+
+Refuses groups that serve nothing. How the variables of a group are updated is `_update`'s
+business, what a `ParamGroup` matches `_groups`'.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from tfloop import _summary
+from tfloop._clipping import GradientClipping
+from tfloop._given import as_keras_optimizer
+from tfloop._groups import ParamGroup, near_misses
+from tfloop._messages import described, listed
+from tfloop._paths import AddressBook
+from tfloop._sparse import Gradient
+from tfloop._update import GroupUpdate
+
+
+class Group:
+    """One row of the routing: who, by which optimizer (`None` for frozen), clipped how."""
+
+    def __init__(
+        self, group: ParamGroup, optimizer: Any, clipping: GradientClipping | None, call: str
+    ) -> None:
+        check_clipping(clipping, call)
+        self.group = group
+        self.update: GroupUpdate | None = None
+        self.clipping = clipping
+        if optimizer is None:
+            if clipping is not None:
+                raise ValueError(
+                    f"`{call}` got {clipping} for a frozen group, expected none: optimizer=None "
+                    "means that it is never updated. For a group that only clips otherwise, give "
+                    "an optimizer too: `with_group(group, keras.optimizers.Adam(), clipping)`."
+                )
+            return
+        self.update = GroupUpdate(as_keras_optimizer(optimizer, call), call)
+        own = self.update.clipping
+        if clipping is not None and own is not None:
+            raise ValueError(
+                f"`{call}` got two clippings: {clipping} and the optimizer's own {own}, expected "
+                f"one. Leave one out: `keras.optimizers.{self.update.name}()`."
+            )
+        self.clipping = clipping or own
+
+    def clipped(self, share: dict[str, Gradient]) -> dict[str, Gradient]:
+        """Its gradients within the bound; what overwrites a variable is no gradient to bound."""
+        if self.clipping is None:
+            return share
+        bounded = {path: g for path, g in share.items() if not self.update.overwrites(path)}
+        clipped = self.clipping.clip(list(bounded.values()))
+        return share | dict(zip(bounded, clipped, strict=True))
+
+    def __str__(self) -> str:
+        if self.update is None:
+            return f"{self.group}: frozen"
+        return f"{self.group}: {self.update.name}" + (f", {self.clipping}" if self.clipping else "")
+
+
+def check_clipping(clipping: object, call: str) -> None:
+    """Raises a TypeError for what is neither a clipping nor `None`."""
+    if clipping is not None and not isinstance(clipping, GradientClipping):
+        raise TypeError(
+            f"`{call}` got {described(clipping)} as clipping, expected a GradientClipping or None. "
+            "A number doesn't say which norm. Write `GradientClipping.by_global_norm(1.0)`."
+        )
+
+
+def owners(book: AddressBook, groups: Sequence[Group], strict: bool) -> dict[str, int]:
+    """The index of the last matching group for every floating-point variable.
+
+    Args:
+      book: The root's.
+      groups: The fallback, which matches everything, then the others in their order.
+      strict: Raise for a group that serves nothing; `False` warns.
+
+    Returns:
+      Canonical path -> index, in the order of the model.
+
+    Raises:
+      ValueError: A group matches nothing, or later groups take all it matches.
+    """
+    floating = book.floating()
+    ways = {path: book.paths_of(path) for path in floating}
+    matched = []
+    for group in groups:
+        bound = group.group.bind()
+        matched.append([p for p, v in floating.items() if bound.matches_any(ways[p], v)])
+    owner = {path: index for index, paths in enumerate(matched) for path in paths}
+    for index in sorted(set(range(1, len(groups))) - set(owner.values())):
+        message = (
+            f"`ModuleOptimizer.build(model)` found that the group {groups[index].group} "
+            f"{_why_idle(book, groups, owner, matched[index], groups[index].group)} or allow it: "
+            f"`ModuleOptimizer(..., strict=False)`.\n{_summary.ownership(book, owner, groups)}"
+        )
+        if strict:
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
+    return owner
+
+
+def _why_idle(
+    book: AddressBook,
+    groups: Sequence[Group],
+    owner: dict[str, int],
+    matched: list[str],
+    group: ParamGroup,
+) -> str:
+    """What is wrong with a group that serves nothing, its likely cause, and the fix."""
+    if matched:
+        takers = sorted({str(groups[owner[path]].group) for path in matched})
+        return (
+            f"serves nothing: got {len(matched)} variables that it matches, {listed(matched)}, all "
+            f"taken by later groups ({', '.join(takers)}), expected at least one left. The last "
+            "matching group wins. Declare the narrower group last: `.with_group(narrower, ...)`,"
+        )
+    close = near_misses(group, book.floating())
+    if close:
+        cause = f"Did you mean {listed(close)}? Correct it,"
+    elif group.needs_variables:
+        cause = (
+            "Its variables or layers belong to another model, or its function says no to all. "
+            "Look at the paths: `tfloop.named_parameters(model)`,"
+        )
+    else:
+        cause = "Look at the paths: `tfloop.named_parameters(model)`,"
+    return (
+        f"matches nothing: got 0 floating-point variables of {book.description}, expected at "
+        f"least one. {cause}"
+    )
