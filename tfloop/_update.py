@@ -10,11 +10,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
+from keras.optimizers.schedules import LearningRateSchedule
 
 from tfloop import _sparse, _traces
 from tfloop._given import (
-    KerasOptimizer,
-    Schedule,
     applies_by_itself,
     check_arguments,
     check_copy,
@@ -47,7 +47,7 @@ class GroupUpdate:
       state: The copy, and its state by path.
     """
 
-    def __init__(self, given: KerasOptimizer, call: str) -> None:
+    def __init__(self, given: Optimizer, call: str) -> None:
         check_arguments(given, call)
         self.given = given
         self.clipping = clipping_of(given)
@@ -56,6 +56,7 @@ class GroupUpdate:
         self._rate_source: Any = given._learning_rate
         self._rate_changes = 0
         self._called_rate: tf.Variable | None = None
+        self._asked = False
 
     @property
     def variables(self) -> dict[str, Variable]:
@@ -124,20 +125,22 @@ class GroupUpdate:
         variable, which `refresh` brings up to date.
         """
         rate = self.given._learning_rate
-        if isinstance(rate, Schedule):
+        if isinstance(rate, LearningRateSchedule):
             return rate(self.state.optimizer.iterations)
         if not _is_function(rate):
             return tf_variable(rate)
         value = rate()
-        if tf.executing_eagerly() or is_variable(value) or tf.get_static_value(value) is None:
+        known = None if is_variable(value) else tf.get_static_value(value)
+        if tf.executing_eagerly() or known is None:
             return value
-        _traces.eagerly(self._call_rate)
+        _traces.eagerly(lambda: self._remember(known))
+        self._asked = _traces.is_recorded()
         return self._called_rate
 
     def schedule_name(self) -> str | None:
         """The class of the schedule that gives the rate, if one does."""
         rate = self.given._learning_rate
-        return type(rate).__name__ if isinstance(rate, Schedule) else None
+        return type(rate).__name__ if isinstance(rate, LearningRateSchedule) else None
 
     def refresh(self) -> int:
         """Brings up to date what a trace reads; called before each compiled step.
@@ -149,11 +152,13 @@ class GroupUpdate:
             self._rate_source = self.given._learning_rate
             self._rate_changes += 1
         if self._called_rate is not None and _is_function(self._rate_source):
-            self._call_rate()
+            if not self._asked:
+                self._remember(self._rate_source())
+            self._asked = False  # what its own trace asked counts for the first run
         return self._rate_changes
 
-    def _call_rate(self) -> None:
-        value = tf.cast(self.given._learning_rate(), self.state.optimizer._learning_rate.dtype)
+    def _remember(self, value: Any) -> None:
+        value = tf.cast(value, self.state.optimizer._learning_rate.dtype)
         if self._called_rate is None:
             self._called_rate = tf.Variable(value, trainable=False, name="rate")
         self._called_rate.assign(value)
@@ -165,7 +170,7 @@ class GroupUpdate:
         does so can't be split.
         """
         optimizer = self.state.optimizer
-        known = [kind._backend_update_step for kind in (KerasOptimizer, keras.optimizers.Nadam)]
+        known = [kind._backend_update_step for kind in (Optimizer, keras.optimizers.Nadam)]
         return type(optimizer)._backend_update_step in known and not applies_by_itself(optimizer)
 
     def apply(self, parts: Iterable[tuple[Any, dict[str, Gradient]]]) -> None:
@@ -195,7 +200,7 @@ class GroupUpdate:
                 optimizer.iterations.assign_add(1)
 
     def _apply_part(self, grads: list[Gradient], variables: list[Variable], first: bool) -> None:
-        """What `KerasOptimizer.apply` does, but for the count, and for these variables alone."""
+        """What `Optimizer.apply` does, but for the count, and for these variables alone."""
         optimizer = self.state.optimizer
         grads, variables = optimizer._overwrite_variables_directly_with_gradients(grads, variables)
         if not variables:
@@ -206,7 +211,7 @@ class GroupUpdate:
         if first:
             optimizer._backend_update_step(grads, variables, rate)
         else:
-            KerasOptimizer._backend_update_step(optimizer, grads, variables, rate)
+            Optimizer._backend_update_step(optimizer, grads, variables, rate)
         if optimizer.use_ema:
             self._average(variables)
         for variable in variables:
@@ -238,7 +243,7 @@ class State:
       targets: Path -> the same as `keras.Variable`.
     """
 
-    def __init__(self, optimizer: KerasOptimizer, variables: dict[str, Variable]) -> None:
+    def __init__(self, optimizer: Optimizer, variables: dict[str, Variable]) -> None:
         self.optimizer = optimizer
         self.variables = variables
         self.targets = {path: _as_keras(path, v) for path, v in variables.items()}
@@ -306,10 +311,10 @@ def _as_keras(path: str, variable: Variable) -> keras.Variable:
 
 
 def _is_function(rate: Any) -> bool:
-    return callable(rate) and not isinstance(rate, Schedule)
+    return callable(rate) and not isinstance(rate, LearningRateSchedule)
 
 
-def _takes_rows(optimizer: KerasOptimizer) -> bool:
+def _takes_rows(optimizer: Optimizer) -> bool:
     """Is its rule right, also under XLA, for rows that occur once each?
 
     Those are that first mix the gradient with dense state. The others of Keras divide or add
