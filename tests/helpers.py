@@ -30,8 +30,8 @@ class Case:
       call: (model, input, training) -> outputs; on a view, without a flag.
       parameters: The trainable variables in any order, found by hand.
       is_random: Does its output depend on seeds?
-      xla: Can XLA compile it?
       clones: Does `keras.models.clone_model` copy it?
+      heavy: Is it too large to be trained in every mode?
     """
 
     build: Callable[[], Any]
@@ -39,7 +39,6 @@ class Case:
     call: Callable[..., Any] = lambda model, x, **flag: model(x, **flag)
     parameters: Callable[[Any], list[Any]] = lambda model: model.trainable_variables
     is_random: bool = False
-    xla: bool = True
     clones: bool = True
     heavy: bool = False
 

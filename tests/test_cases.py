@@ -139,6 +139,42 @@ def test_case_17_a_frozen_batch_norm_runs_in_inference_from_the_next_call(jit_co
     assert float(layer.moving_mean[0]) == 2.25
 
 
+@compiled
+def test_case_17_a_step_without_an_optimizer_sees_the_flag_too(jit_compile):
+    """Shares, penalties and missing paths are baked in by other calls than `step`."""
+    model = keras.Sequential(
+        [keras.Input((1,)), layers.Dense(1, kernel_regularizer=keras.regularizers.L2(1.0))]
+    )
+    model.layers[0].kernel.assign([[3.0]])
+
+    def compiled_step(fn):
+        return tfloop.compile(fn, jit_compile=jit_compile)
+
+    @compiled_step
+    def gradients():
+        with Tape() as tape:
+            loss = tf.reduce_sum(model(ONE))
+        return GradientsParams.from_grads(tape.backward(loss), model)
+
+    @compiled_step
+    def penalty():
+        return tfloop.total_loss(tf.constant(0.0), model)
+
+    absent = []
+
+    @compiled_step
+    def look():
+        absent.append(GradientsParams({"dense.bias": tf.ones(1)}).missing(model))
+        return tf.constant(0.0)
+
+    seen = []
+    for trainable in (True, False, True):
+        model.layers[0].kernel.trainable = trainable
+        look()
+        seen.append((len(gradients()), float(penalty()), absent[-1]))
+    assert seen == [(2, 9.0, ["dense.kernel"]), (1, 0.0, []), (2, 9.0, ["dense.kernel"])]
+
+
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9},
     "Adam": {},

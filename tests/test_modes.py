@@ -334,6 +334,19 @@ class TestNothingChanges:
         np.testing.assert_array_equal(layer.moving_mean.numpy(), np.zeros(3))
         assert named_parameters(train_view(layer)) == {}
 
+    def test_burn_freezing_and_thawing_while_validating_is_kept(self):
+        model = ZOO["sequential"].build()
+        model.layers[0].trainable = False
+        view = valid_view(model)
+        view(rows(2, 3))
+        model.layers[0].trainable, model.layers[1].trainable = True, False
+        assert list(named_parameters(view.train())) == [
+            "dense.kernel",
+            "dense.bias",
+            "head.kernel",
+            "head.bias",
+        ]
+
 
 @dataclasses.dataclass(frozen=True)
 class Output:
@@ -652,6 +665,8 @@ COPIED = {
 } | {
     "configured": lambda: built(Configured()),
     "layer": lambda: built(layers.Dense(3)),
+    "late": lambda: built(keras.Sequential([layers.Dense(2), layers.Dense(3)])),
+    "list": lambda: [built(layers.Dense(2)), Affine(2, 2)],
     "dict": lambda: {"a": ZOO["sequential"].build(), "t": tf.Variable(2.0)},
 }
 
@@ -741,7 +756,7 @@ TRAIN = train_view(SEQUENTIAL)
         (TypeError, lambda: valid_view(X), ("EagerTensor", "`tfloop.train(model)(x)`")),
         (TypeError, lambda: train_view(tf.Variable(1.0)), ("'Variable:0'",)),
         (TypeError, lambda: train_view({"g": Probe(), "x": 2.0}), ("got float 2.0",)),
-        (TypeError, lambda: train_view(layers.Dense), ("type type",)),
+        (TypeError, lambda: train_view(layers.Dense), ("the class Dense",)),
         (TypeError, lambda: valid_view(lambda x: x), ("type function",)),
         (
             TypeError,

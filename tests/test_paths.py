@@ -438,7 +438,7 @@ class Unbuilt(tf.Module):
         (lambda: tf.ones(2), TypeError, ("EagerTensor",)),
         (lambda: tf.Variable(1.0), TypeError, ("Variable:0", "Pass the model itself")),
         (lambda: keras.Variable(1.0), TypeError, ("(Variable)",)),
-        (lambda: layers.Dense, TypeError, ("type type",)),
+        (lambda: layers.Dense, TypeError, ("the class Dense",)),
         (lambda: keras.optimizers.SGD(), TypeError, ("(SGD)",)),
         (lambda: {"g": dense(), "lr": 0.1}, TypeError, ("float 0.1 at ['lr']",)),
         (lambda: [dense(), {"x": ["y"]}], TypeError, ("str 'y' at [1]['x'][0]",)),

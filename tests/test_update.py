@@ -59,21 +59,21 @@ def test_one_group_equals_keras_on_dense_gradients(name, mode):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_several_rates_in_one_optimizer_equal_optimizers_of_these_rates(name):
     reference, model = Words(), Words()
-    table = gradient_table(model, steps=10)
+    table = gradient_table(model, steps=5)
     split = []
     for path, rate in ((EMBEDDINGS, 0.01), (KERNEL, 0.003), (BIAS, 0.03)):
         optimizer = OPTIMIZERS[name]()
         optimizer.learning_rate = rate
         split.append((optimizer, [path]))
-    expected = run_keras(split, reference, table, "graph", steps=10)
+    expected = run_keras(split, reference, table, "eager", steps=5)
     rates = (
         ModuleLearningRate(0.01)
         .with_group(ParamGroup.from_name("dense"), 0.003)
         .with_group(ParamGroup.from_name("bias"), multiplier=3.0)
     )
     optim = ModuleOptimizer(OPTIMIZERS[name]())
-    assert_close(run_tfloop(optim, model, table, "graph", rates, steps=10), expected)
-    assert int(optim.iterations) == 10
+    assert_close(run_tfloop(optim, model, table, "eager", rates, steps=5), expected)
+    assert int(optim.iterations) == 5
 
 
 def test_a_rule_that_moves_shared_state_itself_takes_one_rate():
@@ -106,12 +106,10 @@ def test_a_rule_that_moves_shared_state_itself_takes_one_rate():
 )
 def test_other_dtypes_equal_keras(name, dtype):
     reference, model = Words(dtype), Words(dtype)
-    table = gradient_table(model, 10, sparse=False)
-    expected = run_keras([(OPTIMIZERS[name](), list(table))], reference, table, "graph", 10)
-    found = run_tfloop(ModuleOptimizer(OPTIMIZERS[name]()), model, table, "graph", steps=10)
-    # 16-bit numbers are rounded where the compiler sees fit: a constant rate here, a variable in
-    # the reference.
-    assert_close(found, expected, {"float64": 1e-12, "float16": 2e-3, "bfloat16": 2e-2}[dtype])
+    table = gradient_table(model, 5, sparse=False)
+    expected = run_keras([(OPTIMIZERS[name](), list(table))], reference, table, "eager", 5)
+    found = run_tfloop(ModuleOptimizer(OPTIMIZERS[name]()), model, table, "eager", steps=5)
+    assert_equal(found, expected)
     assert {str(v.dtype) for v in found.values()} == {dtype}
 
 
@@ -125,11 +123,9 @@ def test_repeated_rows_are_summed_before_a_short_dtype_rounds_them():
     assert float(model.embedding.embeddings[0, 0]) == -512.0
 
 
-@pytest.mark.parametrize(
-    ("name", "jit"),
-    [*((name, False) for name in CLASSES), *((name, True) for name in (*KINDS, "centered"))],
-)
-def test_the_gradient_of_a_tape_serves_every_rule(name, jit):
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", [*KINDS, "centered"])
+def test_the_gradient_of_a_tape_serves_every_kind_of_rule(name, jit):
     # The shapes of a batch aren't known to the trace; tables above have fixed ones.
     model = Words()
     optim = ModuleOptimizer(OPTIMIZERS[name]())
@@ -315,9 +311,9 @@ def test_raw_variables_serve_every_rule(name):
     names = {"embedding": EMBEDDINGS, "kernel": KERNEL, "bias": BIAS}
     given = OPTIMIZERS[name]()
     table = gradient_table(reference, 5)
-    expected = run_keras([(given, list(table))], reference, table, "graph", 5)
+    expected = run_keras([(given, list(table))], reference, table, "eager", 5)
     table = {path: table[other] for path, other in names.items()}
-    found = run_tfloop(ModuleOptimizer(OPTIMIZERS[name]()), model, table, "graph", None, 5)
+    found = run_tfloop(ModuleOptimizer(OPTIMIZERS[name]()), model, table, "eager", None, 5)
     assert_close(found, {path: expected[other] for path, other in names.items()})
 
 

@@ -170,8 +170,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 grad = _sparse.cast(grad, buffer.dtype)
                 if self.reduction == "mean":
                     grad = weighted(grad, weight)
-                add = buffer.scatter_add if _sparse.is_sparse(grad) else buffer.assign_add
-                add(grad)
+                if _sparse.is_sparse(grad):
+                    buffer.scatter_add(grad)
+                else:
+                    buffer.assign_add(grad, read_value=False)  # reading it back slows the trace
             flags = tf.constant([path in received for path in self._buffers], tf.bool)
             self._present.assign(tf.logical_or(self._present, flags))
             self._weight.assign_add(weight)

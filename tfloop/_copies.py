@@ -154,8 +154,8 @@ def _bring_up_to_date(copied: AddressBook, book: AddressBook) -> None:
     """Values and flags: a config doesn't know what was frozen after construction."""
     for path, variable in copied.variables.items():
         tf_variable(variable).assign(tf.convert_to_tensor(tf_variable(book.variables[path])))
-    for layer, original in zip(copied.live_layers(), book.live_layers(), strict=True):
-        layer.trainable = original.trainable
+    for path in filter(book.layers.__contains__, copied.layers):
+        copied.layers[path].trainable = book.layers[path].trainable
     for path, variable in copied.variables.items():
         if isinstance(variable, keras.Variable):
             variable.trainable = book.variables[path].trainable

@@ -114,7 +114,7 @@ def call_arguments(model: Any) -> list[str]:
     """The names of what a call of a Keras layer or a tf.Module takes."""
     if isinstance(model, keras.layers.Layer):
         return list(model.call_signature_parameters)
-    names = _arguments(type(model).__call__)  # type: ignore[arg-type]
+    names = _arguments(type(model).__call__)
     if _is_sonnet_mlp(type(model)) and not model._dropout_rate:
         # It names the flag, but refuses it unless it has a dropout to switch.
         return [name for name in names if name != "is_training"]

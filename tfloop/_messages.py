@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable
 
 _MOST_SHOWN = 5
+_LONGEST = 60
 
 
 def listed(names: Iterable[object]) -> str:
@@ -48,9 +49,17 @@ def did_you_mean(wanted: str, known: Collection[str]) -> str:
 def described(thing: object) -> str:
     """Names an object as its owner would: `'encoder' (Functional)`, `float 0.5`, `dict(g, d)`."""
     kind = type(thing).__name__
+    if thing is None:
+        return "None"
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}"
     if isinstance(thing, dict):
-        return f"dict({', '.join(str(key) for key in thing)})"
-    if isinstance(thing, (bool, int, float, str)) or thing is None:
-        return f"{kind} {thing!r}" if thing is not None else "None"
+        keys = [str(key) for key in thing]
+        shown = ", ".join(keys[:_MOST_SHOWN])
+        return f"dict({shown}, ...)" if len(keys) > _MOST_SHOWN else f"dict({shown})"
+    if isinstance(thing, (bool, int, float, str)):
+        text = repr(thing)
+        half = _LONGEST // 2
+        return f"{kind} {text if len(text) <= _LONGEST else f'{text[:half]}...{text[-half:]}'}"
     name = getattr(thing, "name", None)
     return f"{name!r} ({kind})" if isinstance(name, str) else f"an object of type {kind}"

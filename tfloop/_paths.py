@@ -7,7 +7,7 @@ ever changed here.
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -57,7 +57,8 @@ def named_parameters(model: Any) -> dict[str, Variable]:
     that is reachable twice (tied, shared) appears once, under the first path found.
 
     A name you chose stays as it is, unless it has exactly the form of an automatic one
-    (`Dense(name="dense_3")`), which Keras doesn't tell apart.
+    (`Dense(name="dense_3")`): Keras doesn't tell them apart, so it is numbered anew, too. Names
+    of siblings that you count from 0 (`dense_0`, `dense_1`) stay.
 
     Args:
       model: A built Keras model or layer, a `tf.Module` (Sonnet included), a tfloop view, or a
@@ -70,7 +71,8 @@ def named_parameters(model: Any) -> dict[str, Variable]:
     Graph mode: pure Python; the flags are read when the call is traced.
 
     Raises:
-      ValueError: The model has no variables yet.
+      ValueError: The model has no variables yet, or a plain object in it holds trainable ones,
+        where neither Keras nor TensorFlow looks.
       TypeError: It isn't a model.
 
     Example:
@@ -98,7 +100,8 @@ def named_variables(model: Any) -> dict[str, Variable]:
     Graph mode: pure Python.
 
     Raises:
-      ValueError: The model has no variables yet.
+      ValueError: The model has no variables yet, or a plain object in it holds trainable ones,
+        where neither Keras nor TensorFlow looks.
       TypeError: It isn't a model.
     """
     return dict(address_book(model, "named_variables(model)").variables)
@@ -111,6 +114,7 @@ class AddressBook:
 
     Attributes:
       variables: Canonical path -> variable.
+      layers: Path -> Keras layer, each once; the root's own path is empty.
       key: Identity of the root: the same for a model and for its views.
       description: The root in words.
     """
@@ -123,7 +127,7 @@ class AddressBook:
         self.variables: Mapping[str, Variable] = weakref.WeakValueDictionary(walk.variables)
         self._path_of = {variable_id(v): path for path, v in walk.variables.items()}
         self._gates = {path: [*map(weakref.ref, gate)] for path, gate in walk.gates.items()}
-        self._layers = [*map(weakref.ref, walk.layers)]
+        self.layers: Mapping[str, Any] = weakref.WeakValueDictionary(walk.layers)
         self._outermost = [*map(weakref.ref, walk.outermost)]
         self._canonical = walk.aliases
         self._aliases: dict[str, list[str]] = {}
@@ -131,7 +135,7 @@ class AddressBook:
             self._aliases.setdefault(canonical, []).append(alias)
         self._unbuilt, self._empty, self._hidden = walk.unbuilt(), walk.empty(), walk.hidden()
         self._holders = [*map(weakref.ref, walk.holders)]
-        self._signature = _signature(walk.outermost, walk.layers, walk.holders)
+        self._signature = _signature(walk.outermost, walk.layers.values(), walk.holders)
 
     def check(self, call: str, *, may_be_empty: bool = False) -> None:
         """Raises for a model that isn't built, or has variables to which no path leads."""
@@ -164,16 +168,8 @@ class AddressBook:
 
     def fingerprint(self) -> tuple[bool, ...]:
         """Everything about `trainable` that a trace bakes in; cheap enough for every call."""
-        layers = tuple(bool(layer.trainable) for layer in self.live_layers())
+        layers = tuple(bool(layer.trainable) for layer in self.layers.values())
         return layers + tuple(bool(v.trainable) for v in self.variables.values())
-
-    def live_layers(self) -> list[Any]:
-        """The Keras layers of the root, each once."""
-        return _alive(self._layers)
-
-    def outermost_layers(self) -> list[Any]:
-        """The Keras layers of the root that no other Keras layer tracks."""
-        return _alive(self._outermost)
 
     def path_of(self, variable: Variable) -> str | None:
         """The canonical path of a variable, or `None` if it isn't the root's."""
@@ -215,7 +211,7 @@ class AddressBook:
         """Would another walk find the same?"""
         # Ids are compared, so all that they stand for must still live.
         return len(self.variables) == len(self._path_of) and self._signature == _signature(
-            self.outermost_layers(), self.live_layers(), _alive(self._holders)
+            _alive(self._outermost), self.layers.values(), _alive(self._holders)
         )
 
     def _equals(self, other: "AddressBook") -> bool:
@@ -225,7 +221,7 @@ class AddressBook:
             list(mine) == list(theirs)
             and all(mine[path] is theirs[path] for path in mine)
             and self._canonical == other._canonical
-            and [*map(id, self.live_layers())] == [*map(id, other.live_layers())]
+            and [*map(id, self.layers.values())] == [*map(id, other.layers.values())]
         )
 
 
@@ -312,7 +308,7 @@ def _prefixes(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-def _signature(outermost: list[Any], layers: list[Any], holders: list[Any]) -> tuple[Any, ...]:
+def _signature(outermost: list[Any], layers: Iterable[Any], holders: list[Any]) -> tuple[Any, ...]:
     """What changes whenever a root gets other variables; cheaper than a walk."""
     tracked = [id(variable) for layer in outermost for variable in layer.variables]
     attributes = [len(vars(layer)) for layer in layers]  # a new one may be what Keras ignores

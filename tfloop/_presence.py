@@ -43,7 +43,7 @@ def apply_where(
         before = [tf.identity(variable) for variable, _ in state]
         apply()
         for (variable, flag), old in zip(state, before, strict=True):
-            variable.assign(tf.where(flag, variable, old))
+            variable.assign(tf.where(flag, variable, old), read_value=False)
 
     tf.cond(tf.reduce_all(flags), everything, what_is_there)
     return some

@@ -84,10 +84,10 @@ def assert_current(version: int, routing: tf.Variable) -> list[tf.Operation]:
     if tf.executing_eagerly():
         return []
     message = (
-        f"`{STEP}` ran in a tf.function that was traced before the routing changed: a group "
-        "was added, or a parameter thawed. A trace keeps what it was made with. Call "
-        "`optim.build(model)` before tracing, or compile the step with `tfloop.compile`, which "
-        "traces again."
+        f"`{STEP}` ran in a tf.function that is too old: got the routing of its trace, expected "
+        "the present one. A group or a clipping was changed, or a parameter thawed, and a trace "
+        "keeps what it was made with. Call `optim.build(model)` before tracing, or let "
+        "`tfloop.compile(step)` trace again by itself."
     )
     fresh = tf.equal(routing, tf.constant(version, routing.dtype))
     return [tf.raw_ops.Assert(condition=fresh, data=[message])]

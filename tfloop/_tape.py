@@ -224,7 +224,7 @@ def total_loss(loss: Any, model: Any) -> tf.Tensor:
 
 def _losses(book: AddressBook) -> Iterator[tf.Tensor]:
     """What `layer.losses` of all outermost layers holds, shared layers and variables once."""
-    for layer in book.live_layers():
+    for layer in book.layers.values():
         yield from layer._get_own_losses()
     for variable in book.parameters().values():
         regularizer = getattr(variable, "regularizer", None)

@@ -29,7 +29,7 @@ class Walk:
       variables: Canonical path -> variable, in the order in which they were met.
       gates: Canonical path -> the layers that must be trainable for the variable to be.
       aliases: Any other path to a variable, layer or container -> where it was met first.
-      layers: The Keras layers, each once.
+      layers: Path -> Keras layer, each once.
       outermost: Those of them that no other Keras layer tracks.
       holders: Modules and layers that hold what Keras doesn't track.
     """
@@ -38,7 +38,7 @@ class Walk:
         self.variables: dict[str, Variable] = {}
         self.gates: dict[str, tuple[Any, ...]] = {}
         self.aliases: dict[str, str] = {}
-        self.layers: list[Any] = []
+        self.layers: dict[str, Any] = {}
         self.outermost: list[Any] = []
         self.holders: list[Any] = []
         self._root = root
@@ -93,7 +93,7 @@ class Walk:
             self.variables[path], self.gates[path] = thing, gates
             return
         if isinstance(thing, keras.layers.Layer):
-            self.layers.append(thing)
+            self.layers[path] = thing
             if tracker is None:
                 gates = (*gates, thing)
                 self.outermost.append(thing)
