@@ -91,8 +91,9 @@ def fill(model: Any) -> None:
             shift = sum(map(ord, path))
             values = np.sin(0.7 * np.arange(np.prod(variable.shape)) + shift)
             if re.search("variance|gamma", path):
-                values = 1.0 + 0.1 * np.abs(values)
-            variable.assign(tf.constant(0.4 * values.reshape(variable.shape), dtype))
+                values = 2.5 + 0.1 * np.abs(values)
+            scale = 0.8 / max(2.0, np.sqrt(np.prod(variable.shape[:-1])))
+            variable.assign(tf.constant(scale * values.reshape(variable.shape), dtype))
 
 
 def values(model: Any) -> dict[str, np.ndarray]:

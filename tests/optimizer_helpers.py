@@ -38,7 +38,9 @@ OPTIMIZERS = {
     "Muon": lambda: keras.optimizers.Muon(RATE, exclude_embeddings=False),
     "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(RATE, weight_decay=0.1),
 }
-# Those that stand for a kind of rule, where all would take too long.
+# One of each class, for modes that take long.
+CLASSES = [name for name in OPTIMIZERS if name not in ("SGD", "nesterov", "amsgrad", "RMSprop")]
+# Those that stand for a kind of rule, where all classes would take too long.
 KINDS = ("momentum", "AdamW", "Nadam", "Ftrl", "Muon")
 
 

@@ -32,7 +32,9 @@ def filled(model, value, paths=None):
     """The same number as every gradient."""
     parameters = tfloop.named_parameters(model)
     chosen = parameters if paths is None else {path: parameters[path] for path in paths}
-    return GradientsParams({p: tf.fill(v.shape, tf.cast(value, v.dtype)) for p, v in chosen.items()})
+    return GradientsParams(
+        {p: tf.fill(v.shape, tf.cast(value, v.dtype)) for p, v in chosen.items()}
+    )
 
 
 def values(model):
@@ -334,7 +336,9 @@ def test_a_step_with_the_accumulator_of_another_root_raises_and_loses_nothing():
     window, optim = GradientsAccumulator(), ModuleOptimizer("sgd")
     window.accumulate(mine, filled(mine, 1.0))
     before = held(window), values(other)["dense.kernel"].tobytes()
-    with pytest.raises(ValueError, match=r"step\(lr, model, grads\)` got .*, expected .*One|window"):
+    with pytest.raises(
+        ValueError, match=r"step\(lr, model, grads\)` got .*, expected .*One|window"
+    ):
         optim.step(1.0, other, window)
     with pytest.raises(ValueError, match="window belongs to one root"):
         window.accumulate(other, filled(other, 1.0))
@@ -454,7 +458,9 @@ def test_buffers_are_float32_or_float64_where_the_parameter_is(dtype, expected):
     before = values(net)["dense.kernel"].astype("float64")
     optim.step(0.5, net, window)
     assert net.layers[0].kernel.dtype == dtype
-    np.testing.assert_allclose(values(net)["dense.kernel"].astype("float64"), before - 0.5, atol=0.01)
+    np.testing.assert_allclose(
+        values(net)["dense.kernel"].astype("float64"), before - 0.5, atol=0.01
+    )
 
 
 def test_accumulators_of_two_models_have_windows_of_their_own():
@@ -664,7 +670,9 @@ def test_batch_normalization_moves_per_micro_batch_and_sees_it_alone():
     np.testing.assert_allclose(whole_grads[gamma], [np.sqrt(26)], rtol=1e-6)
     # The statistics move twice: a quarter of 64 is left, not a half.
     np.testing.assert_allclose(whole_layer.moving_mean, [0.5 * 64 + 0.5 * 6], rtol=1e-6)
-    np.testing.assert_allclose(parts_layer.moving_mean, [0.25 * 64 + 0.25 * 1 + 0.5 * 11], rtol=1e-6)
+    np.testing.assert_allclose(
+        parts_layer.moving_mean, [0.25 * 64 + 0.25 * 1 + 0.5 * 11], rtol=1e-6
+    )
     # With the root of the momentum a half of it is left again.
     root = momentum**0.5
     *_, layer = trained(2, root)
@@ -700,7 +708,9 @@ def test_tensorflows_checkpoint_resumes_in_the_middle_of_a_window(built, tmp_pat
     assert list(second.grads()) == ["dense.kernel", "dense.bias", "dense_1.bias"]
 
 
-def test_a_restored_window_can_be_stepped_with_saved_again_or_dropped_before_anything_else(tmp_path):
+def test_a_restored_window_can_be_stepped_with_saved_again_or_dropped_before_anything_else(
+    tmp_path,
+):
     net = dense(use_bias=False)
     first = GradientsAccumulator()
     first.accumulate(net, filled(net, 1.5))
@@ -730,6 +740,10 @@ def test_a_window_saved_empty_empties_the_one_it_is_restored_into(tmp_path):
     grads = window.grads()
     assert list(grads) == ["dense.bias"]
     np.testing.assert_array_equal(grads["dense.bias"], [2.0, 2.0])
+    waiting = GradientsAccumulator()
+    waiting.deserialize(window.serialize())
+    with pytest.raises(RuntimeError, match="found an empty window"):
+        waiting.grads()
 
 
 def deep():
@@ -792,9 +806,15 @@ def test_a_damaged_window_raises_and_changes_nothing(damage):
             ValueError,
             "needs a built model",
         ),
-        (lambda net, window: window.accumulate(net, GradientsParams({})), ValueError, "got none, exp"),
         (
-            lambda net, window: window.accumulate(net, GradientsParams({"dense.kernl": tf.ones(2)})),
+            lambda net, window: window.accumulate(net, GradientsParams({})),
+            ValueError,
+            "got none, exp",
+        ),
+        (
+            lambda net, window: window.accumulate(
+                net, GradientsParams({"dense.kernl": tf.ones(2)})
+            ),
             ValueError,
             "dense.kernl",
         ),

@@ -154,7 +154,7 @@ BAD = {
     "a coroutine": (lambda: tfloop.compile(a_coroutine), "a generator or coroutine, expected `ret"),
     "no bool": (
         lambda: tfloop.compile(jit_compile="yes"),
-        r"`tfloop.compile\(jit_compile=...\)` got str 'yes', expected True or False",
+        r"\(jit_compile=...\)` got str 'yes', expected True or False",
     ),
     "another no bool": (lambda: tfloop.compile(a_generator, jit_compile=1), "got int 1, expected"),
     "a method without a place": (
@@ -389,6 +389,15 @@ def test_a_function_as_rate_is_asked_before_every_call(jit):
         with pytest.raises(tf.errors.InvalidArgumentError, match="a rate that is not sound"):
             step()
         assert float(model.w) == 1.75
+
+
+def test_a_function_as_rate_is_asked_once_for_each_step():
+    rates, model = iter([1.0, 0.5, 0.25]), Scalar()
+    optim = ModuleOptimizer(keras.optimizers.SGD(lambda: tf.constant(next(rates))))
+    step = tfloop.compile(lambda: one_step(optim, model, None))
+    for expected in (1.0, 1.5, 1.75):
+        step()
+        assert float(model.w) == expected
 
 
 def test_a_function_that_reads_a_variable_as_rate_stays_in_the_graph():

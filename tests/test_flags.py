@@ -162,6 +162,12 @@ def test_a_wrong_file_raises_and_is_named(tmp_path):
         parsed(f"--config={tmp_path / 'c.json'}")
 
 
+def test_a_file_that_has_a_number_where_settings_are_due_is_refused(tmp_path):
+    (tmp_path / "c.json").write_text('{"model": 3}')
+    with pytest.raises(ValueError, match="`model` got 3, expected an object"):
+        parsed(f"--config={tmp_path / 'c.json'}", "--model.hidden_size=1")
+
+
 def test_two_programs_do_not_meet():
     assert parsed("--lr=0.5").lr == 0.5
     assert parsed().lr == 1e-4

@@ -197,13 +197,12 @@ class TestMapping:
         grads = sample()
         grads.register("a.bias", tf.constant([7.0]))
         assert float(grads["a.bias"][0]) == 7.0
-        grads["new"] = np.ones((2, 2), np.float32)
-        assert isinstance(grads["new"], tf.Tensor)
+        grads.register("new", np.ones((2, 2), np.float32))
+        assert isinstance(grads.remove("new"), tf.Tensor)
         assert float(grads.remove("a.bias")[0]) == 7.0
-        del grads["new"]
         assert list(grads) == ["a.kernel", "table"]
-        assert grads.pop("table") is SPARSE
-        assert grads.pop("table", None) is None
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            grads["new"] = A
 
     def test_a_copy_is_independent_of_its_original(self):
         grads = sample()
@@ -517,7 +516,7 @@ class TestConsumption:
             with pytest.raises(RuntimeError, match=message("has consumed", "grads.copy()")):
                 use()
         tfloop.GradientsAccumulator().accumulate(model, spare)
-        with pytest.raises(RuntimeError, match=message("GradientsAccumulator", "has consumed")):
+        with pytest.raises(RuntimeError, match=message("accumulate(model, grads)", "has consumed")):
             optim.step(0.1, model, spare)
 
     def test_the_mark_is_made_once_per_trace(self):
@@ -630,7 +629,6 @@ def test_a_share_that_cant_be_taken_says_why(kind, act, parts):
         (TypeError, lambda: GradientsParams(backward(MODEL)), ("(mapping)", "from_grads")),
         (KeyError, lambda: sample()["a.kernal"], ("grads[path]", "'a.kernal'", "'a.kernel'")),
         (KeyError, lambda: sample().remove("bias"), ("grads[path]", "grads.get(path)")),
-        (KeyError, lambda: sample().pop("b"), ("`grads[path]` has no such gradient",)),
         (KeyError, lambda: GradientsParams()["a"], ("expected one of none",)),
         (TypeError, lambda: sample().register("x", None), ("'x'", "got None", "grads.remove")),
         (TypeError, lambda: sample().register("x", "y"), ("got str 'y'",)),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from optimizer_helpers import (
+    KINDS,
     OPTIMIZERS,
     RATE,
     Words,
@@ -47,8 +48,10 @@ def restore(path, optim, model):
     return tf.train.Checkpoint(optim=optim, model=variables).read(path)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "deferred"),
+    [*((name, False) for name in OPTIMIZERS), *((name, True) for name in KINDS)],
+)
 def test_a_restored_run_continues_bit_for_bit(name, deferred, tmp_path):
     def make():
         given = OPTIMIZERS[name]()
@@ -208,7 +211,7 @@ OTHERS = {
     "more slots": (
         a_root,
         lambda: adam(amsgrad=True),
-        "other slots in the state of Adam: got none of 'bias/velocity_hats', 'kernel/velocity_hats', exp",
+        "other slots in the state of Adam: got none of 'bias/velocity_hats', 'kernel/",
     ),
     "averages": (a_root, lambda: adam(use_ema=True), "got none of 'bias/model_variables_moving"),
     "a parameter more": (

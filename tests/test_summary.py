@@ -124,5 +124,5 @@ def test_the_summary_refuses_what_build_refuses():
     with pytest.raises(TypeError, match="needs a model: got None"):
         ModuleOptimizer("sgd").summary(None)
     optim = ModuleOptimizer("sgd").build(a_net())
-    with pytest.raises(ValueError, match="another model: expected"):
+    with pytest.raises(ValueError, match="another model, expected"):
         optim.summary(a_net())

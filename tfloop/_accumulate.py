@@ -9,7 +9,6 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -18,6 +17,7 @@ from tfloop._gradients import GradientsParams
 from tfloop._messages import described, listed
 from tfloop._paths import AddressBook, address_book, root_key
 from tfloop._sparse import Gradient
+from tfloop._weights import checked_weight, divided, weighted
 
 _ACCUMULATE = "accumulator.accumulate(model, grads)"
 _RESTORE = "restoring a GradientsAccumulator"
@@ -240,13 +240,11 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         """
         sums = self._sums_of(state, self._buffers)
         flags = np.array([path in sums for path in self._buffers], bool)
-        empty = np.zeros(())
-        pairs = [
-            (buffer, sums.get(path, np.broadcast_to(empty.astype(buffer.dtype.name), buffer.shape)))
-            for path, buffer in self._buffers.items()
-        ]
-        totals = [(self._count, state["count"]), (self._weight, state["weight"])]
-        return [*totals, (self._present, flags), *pairs]
+        pairs = [(self._count, state["count"]), (self._weight, state["weight"])]
+        for path, buffer in self._buffers.items():
+            nothing = np.broadcast_to(buffer.dtype.as_numpy_dtype(0), buffer.shape)
+            pairs.append((buffer, sums.get(path, nothing)))
+        return [*pairs, (self._present, flags)]
 
     def serialize(self) -> bytes:
         """The window as bytes, for `tf.train.Checkpoint`."""
@@ -274,7 +272,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "object's. Restore an older one: `checkpoint.restore(path)`."
             ) from error
         if self._book is None:
-            self._restored = window
+            self._restored = window if any("/" in key for key in window) else {}
         for variable, value in totals if self._book is None else self.assignments(window):
             variable.assign(value)
 
@@ -303,17 +301,17 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     def _build(self, model: Any, book: AddressBook) -> None:
         """Makes the buffers that are missing; a variable that has one keeps it, with its sum."""
         flags = dict(zip(self._buffers, self._present.numpy(), strict=True))
-        buffers, present = {}, []
+        buffers, present, trainable = {}, [], book.parameters()
         for path, variable in book.floating().items():
             # Sought by the variable: a layer put in before others renumbers their paths.
             before = (self._book and self._book.path_of(variable)) or ""
-            if before not in self._buffers and path not in book.parameters():
-                continue
-            present.append(flags.get(before, False))
-            buffers[path] = self._buffers.get(before)
-            if buffers[path] is None:
+            buffer = self._buffers.get(before)
+            if buffer is None and path in trainable:
                 zeros = tf.zeros(variable.shape, _sparse.accumulation_dtype(variable.dtype))
-                buffers[path] = tf.Variable(zeros, trainable=False, name=f"sum/{path}")
+                buffer = tf.Variable(zeros, trainable=False, name=f"sum/{path}")
+            if buffer is not None:
+                buffers[path] = buffer
+                present.append(flags.get(before, False))
         self._sums_of(self._restored, buffers)  # raises before anything is changed
         self._model, self._book, self._buffers = model, book, buffers
         self._present = tf.Variable(present, dtype=tf.bool, trainable=False, name="present")
@@ -360,7 +358,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         """The sum, or the mean over the weights."""
         if self.reduction == "sum":
             return tf.identity(buffer)
-        return tf.math.divide_no_nan(tf.identity(buffer), tf.cast(self._weight, buffer.dtype))
+        return divided(tf.identity(buffer), self._weight)
 
     def _checks(self, call: str) -> list[tf.Operation]:
         """The conditions of `_window` where only a run can tell."""
@@ -419,45 +417,3 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                     "since the window was saved. Begin a new one: `accumulator.reset()`."
                 )
         return sums
-
-
-def checked_weight(call: str, weight: Any) -> tf.Tensor:
-    """A weight as a float64 scalar; a bad one raises, in a trace when it runs."""
-    if isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool):
-        tensor = tf.constant(float(weight), tf.float64)
-    elif isinstance(weight, (tf.Tensor, tf.Variable, keras.Variable, np.ndarray)):
-        tensor = tf.convert_to_tensor(weight)
-        if tensor.shape.rank not in (0, None):
-            raise ValueError(
-                f"`{call}` got a weight of shape {tuple(tensor.shape)}, expected a scalar. It is "
-                "the number of samples or tokens behind the gradients. Sum it: "
-                "`weight=tf.reduce_sum(mask)`."
-            )
-    else:
-        tensor = None
-    if tensor is None or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
-        got = described(weight) if tensor is None else f"dtype {tensor.dtype.name}"
-        raise TypeError(
-            f"`{call}` got {got} as weight, expected a number or a scalar tensor of one. It is the "
-            "number of samples or tokens behind the gradients: `weight=tf.shape(x)[0]`."
-        )
-    tensor = tf.cast(tensor, tf.float64)
-    value = tf.get_static_value(tensor)
-    if value is None:
-        sound = tf.logical_and(tf.math.is_finite(tensor), tensor >= 0)
-        text = f"`{call}` got a weight that is negative or not finite"
-        with tf.control_dependencies([tf.raw_ops.Assert(condition=sound, data=[text])]):
-            return tf.identity(tensor)
-    if not (np.isfinite(value) and value >= 0):
-        raise ValueError(
-            f"`{call}` got the weight {value}, expected a finite number of at least 0. It is the "
-            "number of samples or tokens behind the gradients: `weight=len(x)`."
-        )
-    return tensor
-
-
-def weighted(grad: Gradient, weight: tf.Tensor) -> Gradient:
-    """The gradient times the weight; 0 at weight 0, where a mean over nothing made it NaN."""
-    return _sparse.map_values(
-        lambda tensor: tf.math.multiply_no_nan(tensor, tf.cast(weight, tensor.dtype)), grad
-    )

@@ -42,6 +42,7 @@ class Gradients:
         }
         self._of_everything = of_everything
 
+    @_traces.not_converted
     def wrt(self, source: Any) -> Gradient | None:
         """Gives the gradient with respect to one variable or watched tensor.
 
@@ -141,7 +142,7 @@ def _chosen(
         canonical = book.resolve(path) if isinstance(path, str) else None
         if canonical is None:
             raise ValueError(
-                f"`{_FROM_GRADS}` got an unknown path: {book.unknown(str(path))} "
+                f"`{_FROM_GRADS}` got an unknown path: {book.unknown(path)} "
                 "List them all: `tfloop.named_parameters(model)`."
             )
         if canonical in parameters:

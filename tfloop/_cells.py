@@ -108,7 +108,8 @@ class Fused:
         """Which elements are updated: a bool vector, or nothing for all."""
         present = [path in grads for path in self.paths]
         if when is not None:
-            return [self._spread([when.get(path, tf.constant(False)) for path in self.paths])]
+            no = tf.constant(False)
+            return [self._spread([when[path] if path in grads else no for path in self.paths])]
         return [] if all(present) else [tf.constant(np.repeat(present, self._sizes))]
 
     def spread(self, flags: list[bool]) -> bool | np.ndarray:

@@ -1,27 +1,25 @@
 """`Checkpoint`: everything that a run needs to go on exactly, in one atomic file set.
 
-Knows which objects there are, whose root is whose, and how what was saved is compared with what
-is there. What an object's state consists of it says itself; files are `_store`'s.
+Knows which objects there are and whose root is whose. What the state of each consists of and how
+it is compared is `_parts`' business, files are `_store`'s.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfloop import _record, _store
+from tfloop import _store
 from tfloop._accumulate import GradientsAccumulator
 from tfloop._arguments import whole_number
-from tfloop._messages import described, listed
+from tfloop._messages import listed
 from tfloop._optimizer import ModuleOptimizer
-from tfloop._paths import address_book, is_model, is_variable, root_key, tf_variable, unwrap
+from tfloop._parts import Pairs, check_kind, is_root, part_of, take_over
+from tfloop._paths import address_book, root_key, unwrap
 
 _SAVE = "Checkpoint.save(step)"
 _RESTORE = "Checkpoint.restore()"
-_Values = dict[str, Any]
-_Pairs = list[tuple[Any, Any]]
 
 
 class Checkpoint:
@@ -71,9 +69,11 @@ class Checkpoint:
                 "Write `Checkpoint(directory, model=model, optim=optim)`."
             )
         if max_to_keep is not None:
-            max_to_keep = whole_number(call, "max_to_keep", max_to_keep, least=1, fix="None")
+            max_to_keep = whole_number(
+                call, "max_to_keep", max_to_keep, least=1, fix="max_to_keep=3"
+            )
         for name, thing in objects.items():
-            _check_kind(f"Checkpoint({name}=...)", thing)
+            check_kind(thing, f"Checkpoint({name}=...)")
         self._directory = os.fspath(directory)
         self._max_to_keep = max_to_keep
         self._objects = {name: unwrap(thing) for name, thing in objects.items()}
@@ -108,13 +108,13 @@ class Checkpoint:
         step = step.numpy() if hasattr(step, "numpy") else step
         step = whole_number(_SAVE, "step", step, least=0, fix="optim.iterations")
         entries: dict[str, Any] = {}
-        values: _Values = {}
+        values: dict[str, Any] = {}
         for name, thing in self._objects.items():
             if isinstance(thing, ModuleOptimizer) and thing.root is None:
                 self._build(_SAVE, name, self._candidates(_SAVE))
-            part = self._part(_SAVE, name)
-            entries[name] = {"kind": part.kind, **part.entry()}
-            values |= {f"{name}/{key}": value for key, value in part.values.items()}
+            part = part_of(thing, _SAVE)
+            entries[name] = {"kind": part.kind, "roots": self._roots_of(thing), **part.said}
+            values[name] = part.values
         path = _store.write(self._directory, {"step": step, "objects": entries}, values)
         _store.keep(self._directory, self._max_to_keep)
         return path
@@ -148,26 +148,26 @@ class Checkpoint:
         manifest, values = _store.read(path)
         entries = manifest["objects"]
         self._check_names(entries, strict)
-        pairs: _Pairs = []
+        pairs: Pairs = []
         # Those that may have to be built come last, when all else is known to fit.
         for name in sorted(entries.keys() & self._objects.keys(), key=self._has_root):
-            entry = entries[name]
-            start = f"{name}/"
-            saved = {key[len(start) :]: v for key, v in values.items() if key.startswith(start)}
+            thing, entry, saved = self._objects[name], entries[name], values[name]
             # An empty window belongs to any root.
-            is_held = any("/" in key for key in saved)
-            if is_held and self._has_root(name) and self._objects[name].root is None:
+            if self._has_root(name) and thing.root is None and any("/" in key for key in saved):
                 named = [root for root in entry["roots"] if root in self._objects]
                 self._build(_RESTORE, name, named or self._candidates(_RESTORE))
-            part = self._part(_RESTORE, name)
+            part = part_of(thing, _RESTORE)
             if entry["kind"] != part.kind:
                 raise ValueError(
                     f"`{_RESTORE}` can't restore {name!r}: got a {entry['kind']}, expected a "
                     f"{part.kind}. The names were exchanged. Give each object the name that it was "
                     f"saved under: `Checkpoint(directory, {name}=...)`."
                 )
-            pairs += part.pairs(entry, saved, strict)
-        _assign(pairs)
+            try:
+                pairs += part.pairs(entry, saved, strict)
+            except ValueError as error:
+                raise ValueError(f"`{_RESTORE}` can't restore {name!r}: {error}") from error
+        take_over(pairs)
         return manifest["step"]
 
     def __repr__(self) -> str:
@@ -188,12 +188,21 @@ class Checkpoint:
     def _has_root(self, name: str) -> bool:
         return isinstance(self._objects[name], (ModuleOptimizer, GradientsAccumulator))
 
+    def _roots_of(self, thing: Any) -> list[str]:
+        """The objects that are the root of an optimizer or accumulator, under all their names."""
+        if getattr(thing, "root", None) is None:
+            return []
+        key = root_key(thing.root)
+        return [
+            n for n, other in self._objects.items() if is_root(other) and root_key(other) == key
+        ]
+
     def _candidates(self, call: str) -> list[str]:
         """The objects that could be the root of an optimizer: those with something to train."""
         return [
             name
             for name, thing in self._objects.items()
-            if _is_root(thing) and address_book(thing, call).parameters()
+            if is_root(thing) and address_book(thing, call).parameters()
         ]
 
     def _build(self, call: str, name: str, roots: list[str]) -> None:
@@ -207,160 +216,6 @@ class Checkpoint:
             )
         self._objects[name].build(self._objects[roots[0]])
 
-    def _part(self, call: str, name: str) -> "_Variables | _Optimizer | _Window | _State":
-        """An object as the words of a checkpoint put it."""
-        thing = self._objects[name]
-        if self._has_root(name):
-            others = self._objects.items()
-            key = None if thing.root is None else root_key(thing.root)
-            roots = [n for n, other in others if _is_root(other) and root_key(other) == key]
-            part = _Optimizer if isinstance(thing, ModuleOptimizer) else _Window
-            return part(name, thing, roots)
-        if isinstance(thing, tf.train.experimental.PythonState):
-            return _State(thing)
-        if isinstance(thing, keras.metrics.Metric):
-            numbered = {f"{n}.{v.name}": v for n, v in enumerate(thing.variables)}
-            return _Variables(name, "metric", numbered)
-        if is_variable(thing):
-            return _Variables(name, "variable", {"value": thing})
-        return _Variables(name, "model", address_book(thing, call).variables)
-
-
-class _Variables:
-    """A model, a metric or a variable: variables by path."""
-
-    def __init__(self, name: str, kind: str, variables: Mapping[str, Any]) -> None:
-        self.name = name
-        self.kind = kind
-        self.values = {path: tf_variable(variable) for path, variable in variables.items()}
-
-    def entry(self) -> dict[str, Any]:
-        """What the manifest says besides the kind."""
-        return {}
-
-    def pairs(self, entry: Mapping[str, Any], saved: _Values, strict: bool) -> _Pairs:
-        """Pairs of live variable and saved value, after all checks."""
-        missing = [path for path in self.values if path not in saved]
-        extra = [path for path in saved if path not in self.values]
-        if (missing or extra) if strict else len(missing) == len(self.values):
-            raise ValueError(
-                f"`{_RESTORE}` can't restore {self.name!r}: got other variables, missing in the "
-                f"checkpoint {listed(missing)}, unknown here {listed(extra)}, expected the same. "
-                "It was built otherwise when it was saved. Build it as it was, or take what both "
-                "have: `checkpoint.restore(strict=False)`."
-            )
-        shared = {path: variable for path, variable in self.values.items() if path in saved}
-        for path, variable in shared.items():
-            found = tuple(saved[path].shape), tf.as_dtype(saved[path].dtype).name
-            expected = tuple(variable.shape), variable.dtype.name
-            if found != expected:
-                raise ValueError(
-                    f"`{_RESTORE}` can't restore {self.name!r}: got shape {found[0]} and dtype "
-                    f"{found[1]} for {path!r}, expected {expected[0]} and {expected[1]}. The model "
-                    "was changed since it was saved. Build it as it was: `build_model(config)`."
-                )
-        return [(variable, saved[path]) for path, variable in shared.items()]
-
-
-class _Optimizer:
-    """A `ModuleOptimizer`: groups, known by their members."""
-
-    kind = "ModuleOptimizer"
-
-    def __init__(self, name: str, optim: ModuleOptimizer, roots: list[str]) -> None:
-        self.name = name
-        self.roots = roots
-        self.groups = optim.records()
-        self.values = {
-            f"{number}/{key}": variable
-            for number, group in enumerate(self.groups)
-            for key, variable in group.variables().items()
-        }
-
-    def entry(self) -> dict[str, Any]:
-        """The groups in the order of the numbers that begin their keys."""
-        groups = [{"optimizer": g.optimizer, "members": list(g.slots)} for g in self.groups]
-        return {"roots": self.roots, "groups": groups}
-
-    def pairs(self, entry: Mapping[str, Any], saved: _Values, strict: bool) -> _Pairs:
-        """Pairs of live variable and saved value, after all checks."""
-        found: list[_record.Saved] = []
-        for number, group in enumerate(entry["groups"]):
-            start = f"{number}/"
-            values = {key[len(start) :]: v for key, v in saved.items() if key.startswith(start)}
-            found.append((group["optimizer"], group["members"], values))
-        return _fitting(self.name, lambda: _record.assignments(found, self.groups))
-
-
-class _Window:
-    """A `GradientsAccumulator`: what got anything in its window."""
-
-    kind = "GradientsAccumulator"
-
-    def __init__(self, name: str, accumulator: GradientsAccumulator, roots: list[str]) -> None:
-        self.name = name
-        self.roots = roots
-        self.values = accumulator.state()
-        self._accumulator = accumulator
-
-    def entry(self) -> dict[str, Any]:
-        """Whose gradients they are."""
-        return {"roots": self.roots}
-
-    def pairs(self, entry: Mapping[str, Any], saved: _Values, strict: bool) -> _Pairs:
-        """Pairs of live variable and saved value, after all checks."""
-        return _fitting(self.name, lambda: self._accumulator.assignments(saved))
-
-
-class _State:
-    """A `PythonState`, such as a `DataLoader`: bytes that it alone can judge."""
-
-    def __init__(self, thing: tf.train.experimental.PythonState) -> None:
-        self.kind = type(thing).__name__
-        self.values = {"state": thing.serialize()}
-        self._thing = thing
-
-    def entry(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def pairs(self, entry: Mapping[str, Any], saved: _Values, strict: bool) -> _Pairs:
-        """This, which stands for a variable, and its state."""
-        return [(self, saved["state"])]
-
-    def assign(self, state: Any) -> None:
-        """Takes over a state."""
-        self._thing.deserialize(state)
-
-
-def _assign(pairs: _Pairs) -> None:
-    """Takes over all values or none: what may still refuse comes first."""
-    states = [(part, value) for part, value in pairs if isinstance(part, _State)]
-    done: list[_State] = []
-    try:
-        for part, value in states:
-            part.assign(value)
-            done.append(part)
-    except Exception:
-        for part in done:
-            part.assign(part.values["state"])
-        raise
-    for variable, value in pairs:
-        if not isinstance(variable, _State):
-            variable.assign(value)
-
-
-def _fitting(name: str, assignments: Callable[[], _Pairs]) -> _Pairs:
-    """What an object says of its saved state, with its name where it refuses."""
-    try:
-        return assignments()
-    except ValueError as error:
-        raise ValueError(f"`{_RESTORE}` can't restore {name!r}: {error}") from error
-
-
-def _is_root(thing: Any) -> bool:
-    return is_model(thing) or isinstance(thing, (Mapping, list, tuple))
-
 
 def _refuse_graph(call: str) -> None:
     if not tf.executing_eagerly():
@@ -368,23 +223,3 @@ def _refuse_graph(call: str) -> None:
             f"`{call}` was called in a trace: got a graph, expected eager code. It would run once, "
             "when the step is traced. Call it between the steps: `checkpoint.save(step)`."
         )
-
-
-def _check_kind(call: str, thing: Any) -> None:
-    """Refuses what has no state, when the checkpoint is made."""
-    kinds = (tf.train.experimental.PythonState, keras.metrics.Metric)
-    if isinstance(thing, kinds) or is_model(thing) or is_variable(thing):
-        return
-    if isinstance(thing, (Mapping, list, tuple)):
-        root_key(thing, call)
-        return
-    fix = "Keep a number in a variable: `tf.Variable(0)`."
-    if isinstance(thing, keras.optimizers.Optimizer):
-        fix = "Give what steps with it: `tfloop.ModuleOptimizer(optimizer)`."
-    elif isinstance(thing, keras.random.SeedGenerator):
-        fix = "Give its variable: `generator.state`."
-    raise TypeError(
-        f"`{call}` has no state that can be saved: got {described(thing)}, expected a model, "
-        "ModuleOptimizer, GradientsAccumulator, scheduler, DataLoader, metric or variable. "
-        f"{fix}"
-    )

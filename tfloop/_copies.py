@@ -6,7 +6,8 @@ Both go by path, and need nothing of a model but that it can be walked.
 import copy
 import math
 import numbers
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -70,6 +71,7 @@ def blend(target: Any, source: Any, rate: Any = 1.0) -> None:
             variable.assign_add(_sparse.scalar(rate, variable.dtype) * (goal - variable))
 
 
+@_traces.not_converted
 def to_device(model: Any, device: str) -> Any:
     """Copies a model to a device, with the same paths, values and trainable flags.
 
@@ -122,17 +124,30 @@ def to_device(model: Any, device: str) -> Any:
 
 
 def _ways_to_copy(model: Any) -> Iterator[Callable[[], Any]]:
+    yield lambda: _by_config(model)
+    yield lambda: _deep(model)
+
+
+def _by_config(model: Any) -> Any:
+    """Containers part by part, Keras models and layers from their config, others whole."""
+    if isinstance(model, Mapping):
+        return {name: _by_config(part) for name, part in model.items()}
+    if isinstance(model, (list, tuple)):
+        return [_by_config(part) for part in model]
     if isinstance(model, keras.Model):
-        yield lambda: keras.models.clone_model(model)
-    elif isinstance(model, keras.layers.Layer):
-        yield lambda: _from_config(model)
-    yield lambda: copy.deepcopy(model)
-
-
-def _from_config(layer: keras.layers.Layer) -> keras.layers.Layer:
-    other = type(layer).from_config(layer.get_config())
-    other.build_from_config(layer.get_build_config())
+        return keras.models.clone_model(model)
+    if not isinstance(model, keras.layers.Layer):
+        return _deep(model)
+    other = type(model).from_config(model.get_config())
+    other.build_from_config(model.get_build_config())
     return other
+
+
+def _deep(model: Any) -> Any:
+    with warnings.catch_warnings():
+        # Keras writes its parts to a file in memory, in a way that NumPy 2 finds old.
+        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+        return copy.deepcopy(model)
 
 
 def _bring_up_to_date(copied: AddressBook, book: AddressBook) -> None:

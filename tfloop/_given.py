@@ -7,12 +7,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfloop._clipping import GradientClipping
 from tfloop._messages import described, did_you_mean, listed
-
-KerasOptimizer = keras.optimizers.Optimizer
-Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 _CLIP_ARGUMENTS = {
     "clipvalue": GradientClipping.by_value,
@@ -23,7 +21,7 @@ _CLIP_ARGUMENTS = {
 _EXCLUSIONS = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
-def as_keras_optimizer(optimizer: Any, call: str) -> KerasOptimizer:
+def as_keras_optimizer(optimizer: Any, call: str) -> Optimizer:
     """An optimizer from what `keras.Model.compile` accepts: an instance, a name or a config.
 
     Raises:
@@ -42,7 +40,7 @@ def as_keras_optimizer(optimizer: Any, call: str) -> KerasOptimizer:
                 "must be registered with Keras, or given as an instance. "
                 "Write `keras.optimizers.Adam()`."
             ) from error
-    if isinstance(optimizer, KerasOptimizer):
+    if isinstance(optimizer, Optimizer):
         return optimizer
     if _is_kind(optimizer):
         raise TypeError(
@@ -56,7 +54,7 @@ def as_keras_optimizer(optimizer: Any, call: str) -> KerasOptimizer:
     )
 
 
-def check_arguments(given: KerasOptimizer, call: str) -> None:
+def check_arguments(given: Optimizer, call: str) -> None:
     """Refuses what would be applied twice or at the wrong time, and names what does it here.
 
     Raises:
@@ -99,7 +97,7 @@ def check_arguments(given: KerasOptimizer, call: str) -> None:
         )
 
 
-def clipping_of(given: KerasOptimizer) -> GradientClipping | None:
+def clipping_of(given: Optimizer) -> GradientClipping | None:
     """The optimizer's own clipping as ours, which means the same."""
     for argument, make in _CLIP_ARGUMENTS.items():
         limit = getattr(given, argument)
@@ -108,7 +106,7 @@ def clipping_of(given: KerasOptimizer) -> GradientClipping | None:
     return None
 
 
-def copy_of(given: KerasOptimizer, call: str) -> KerasOptimizer:
+def copy_of(given: Optimizer, call: str) -> Optimizer:
     """A fresh optimizer of the same configuration, without clipping and with a rate of 0.
 
     The rate is a variable that each update sets.
@@ -132,7 +130,7 @@ def copy_of(given: KerasOptimizer, call: str) -> KerasOptimizer:
     return optimizer
 
 
-def check_copy(given: KerasOptimizer, optimizer: KerasOptimizer, call: str) -> None:
+def check_copy(given: Optimizer, optimizer: Optimizer, call: str) -> None:
     """Refuses a copy that has lost an argument, as it does where `get_config` leaves it out.
 
     Raises:
@@ -156,20 +154,20 @@ def check_copy(given: KerasOptimizer, optimizer: KerasOptimizer, call: str) -> N
         )
 
 
-def applies_by_itself(optimizer: KerasOptimizer) -> bool:
+def applies_by_itself(optimizer: Optimizer) -> bool:
     """Does a subclass bring an `apply` of its own, which must not be bypassed?"""
     names = ("apply", "apply_gradients", "_backend_apply_gradients", "_clip_gradients")
-    return any(getattr(type(optimizer), n) is not getattr(KerasOptimizer, n) for n in names)
+    return any(getattr(type(optimizer), n) is not getattr(Optimizer, n) for n in names)
 
 
 def _is_kind(thing: Any) -> bool:
-    return isinstance(thing, type) and issubclass(thing, KerasOptimizer)
+    return isinstance(thing, type) and issubclass(thing, Optimizer)
 
 
-def _config(given: KerasOptimizer) -> dict[str, Any]:
+def _config(given: Optimizer) -> dict[str, Any]:
     """Its config without the rate: a function or schedule may have no config, and needs none."""
     if callable(given._learning_rate):
         shell = object.__new__(type(given))
-        vars(shell).update(vars(given), _learning_rate=0.0)
+        shell.__dict__.update(vars(given), _learning_rate=0.0)
         given = shell
     return dict(given.get_config())

@@ -7,7 +7,7 @@ nothing else, so that it crosses the boundaries of `tf.function`, `tf.cond`, `tf
 """
 
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -27,7 +27,7 @@ _MSG_CONSUMED = (
 )
 
 
-class GradientsParams(MutableMapping[str, Gradient]):
+class GradientsParams(Mapping[str, Gradient]):
     """Gradients by canonical path; parameters without a gradient are absent, never zero.
 
     A mapping path -> `tf.Tensor` or `tf.IndexedSlices`. `ModuleOptimizer.step` and
@@ -83,6 +83,7 @@ class GradientsParams(MutableMapping[str, Gradient]):
         """
         return cls(_backward.share_of(grads, model, group))
 
+    @_traces.not_converted
     def register(self, path: str, grad: Gradient) -> None:
         """Puts a gradient under a path, in the place of an earlier one.
 
@@ -103,6 +104,7 @@ class GradientsParams(MutableMapping[str, Gradient]):
             )
         self._grads[path] = _gradient_checks.as_gradient(call, path, grad)
 
+    @_traces.not_converted
     def remove(self, path: str) -> Gradient:
         """Takes out the gradient of a path and gives it back.
 
@@ -287,12 +289,6 @@ class GradientsParams(MutableMapping[str, Gradient]):
                 "absent; these are listed by `grads.missing(model)`. Allow it: `grads.get(path)`."
             )
         return self._grads[path]
-
-    __setitem__ = register
-
-    def __delitem__(self, path: str) -> None:
-        """As `remove`."""
-        self.remove(path)
 
     def __iter__(self) -> Iterator[str]:
         """The paths."""

@@ -6,6 +6,7 @@ name them. It looks at one thing at a time. Whole paths, sharing and uniqueness 
 
 import enum
 import functools
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -109,6 +110,30 @@ def hidden_children(thing: Any) -> Iterator[tuple[str, Any]]:
                         yield f"{name}.{inner}", unwrap(part)
 
 
+def call_arguments(model: Any) -> list[str]:
+    """The names of what a call of a Keras layer or a tf.Module takes."""
+    if isinstance(model, keras.layers.Layer):
+        return list(model.call_signature_parameters)
+    names = _arguments(type(model).__call__)  # type: ignore[arg-type]
+    if _is_sonnet_mlp(type(model)) and not model._dropout_rate:
+        # It names the flag, but refuses it unless it has a dropout to switch.
+        return [name for name in names if name != "is_training"]
+    return names
+
+
+def _is_sonnet_mlp(kind: type) -> bool:
+    # By name, since Sonnet may not be installed.
+    return any(cls.__module__ == "sonnet.src.nets.mlp" for cls in kind.__mro__)
+
+
+@functools.lru_cache(maxsize=256)
+def _arguments(method: Any) -> list[str]:
+    if getattr(method, "__name__", "") == "_decorate_unbound_method":
+        # Sonnet wraps every method, and forgets its signature.
+        return _arguments(inspect.getclosurevars(method).nonlocals["f"])
+    return list(inspect.signature(method).parameters)[1:]
+
+
 def _plain_objects(value: Any) -> list[Any]:
     if _kind(value) is _Kind.INERT:
         return []
@@ -153,7 +178,7 @@ def _children_of_layer(layer: Any) -> Iterator[tuple[str, Any]]:
     """
     named = layer.layers if _has_named_layers(layer) else []
     attributes = list(_attributes(layer, ignored=_KERAS_RECORDS))
-    met = {id(child) for child in named} | _ids_below([child for _, child in attributes])
+    met = {id(child) for child in named} | ids_below([child for _, child in attributes])
     records = (
         layer._trainable_variables,
         layer._non_trainable_variables,
@@ -177,11 +202,12 @@ def _attributes(thing: Any, ignored: Any) -> Iterator[tuple[str, Any]]:
             yield name.lstrip("_") or name, child
 
 
-def _ids_below(things: list[Any]) -> set[int]:
-    """Ids of these things and, for containers, of what is in them."""
+def ids_below(things: list[Any]) -> set[int]:
+    """Ids of the nodes and containers among these things and in them."""
     found = set()
     for thing in things:
-        found |= {id(thing)} | _ids_below(parts_of(thing) or [])
+        if _kind(thing) is _Kind.NODE:
+            found |= {id(thing)} | ids_below(parts_of(thing) or [])
     return found
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfloop import _sparse, _traces
-from tfloop._accumulate import checked_weight, weighted
 from tfloop._arguments import whole_number
 from tfloop._gradients import GradientsParams
 from tfloop._messages import described
+from tfloop._weights import checked_weight, divided, weighted
 
 _CALL = "microbatch(fn, batch, num=...)"
 _Tensors = dict[str, tf.Tensor]
@@ -146,9 +146,9 @@ class _Pieces:
         grads: dict[str, Any] = {}
         with tf.control_dependencies([tf.raw_ops.Assert(condition=weight > 0, data=[text])]):
             for path, summed in sums.items():
-                grads[path] = _divided(summed, weight)
+                grads[path] = divided(summed, weight)
             for path, shape in self._shapes.items():
-                values = _divided(rows[f"values/{path}"], weight)
+                values = divided(rows[f"values/{path}"], weight)
                 shape = None if shape is None else tf.constant(shape)
                 sparse = tf.IndexedSlices(values, rows[f"numbers/{path}"], shape)
                 # Both occur where a parameter is looked up in one piece and multiplied in another.
@@ -221,11 +221,6 @@ def _merged(
         for key, tensor in rows_.items()
     }
     return sums | added, rows | beside
-
-
-def _divided(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """The mean; 0 and not NaN for a weight of 0 under XLA, which drops the check."""
-    return tf.math.divide_no_nan(tensor, tf.cast(weight, tensor.dtype))
 
 
 def _zeros(path: str, spec: tf.TensorSpec) -> tf.Tensor:

@@ -5,8 +5,6 @@ own context isn't seen by other threads, and is left changed by some calls (see 
 """
 
 import copy
-import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfloop import _traces
-from tfloop._graphs import is_plain_object
+from tfloop._graphs import call_arguments, is_plain_object
 from tfloop._messages import described, listed
 from tfloop._paths import (
     AddressBook,
@@ -29,6 +27,7 @@ from tfloop._paths import (
 _FLAGS = ("training", "is_training")
 
 
+@_traces.not_converted
 def train(model: Any) -> Any:
     """Gives a view of a model that runs in training mode.
 
@@ -53,6 +52,7 @@ def train(model: Any) -> Any:
     return _view(model, True, "train(model)")
 
 
+@_traces.not_converted
 def valid(model: Any) -> Any:
     """Gives a view of a model that runs in inference mode and is off every tape.
 
@@ -122,10 +122,12 @@ class View:
         _note_flags(self.module)
         return outputs if self.training else _detached(outputs)
 
+    @_traces.not_converted
     def train(self) -> "View":
         """The same model in training mode."""
         return View(self.module, True, self._values)
 
+    @_traces.not_converted
     def valid(self) -> "View":
         """The same model in inference mode, off every tape."""
         return View(self.module, False, self._values)
@@ -234,7 +236,7 @@ def _mapped(fn: Any, container: Any) -> Any:
         return {name: fn(part) for name, part in container.items()}
     parts = map(fn, container)
     if hasattr(container, "_fields"):
-        return type(container)(*parts)
+        return container.__class__(*parts)  # the type may be TensorFlow's wrapper
     return tuple(parts) if isinstance(container, tuple) else list(parts)
 
 
@@ -252,28 +254,17 @@ def _with_flag(module: Any, training: bool, args: tuple, kwargs: dict) -> dict:
             "or array. A Functional model keeps no mode: the flag of its own call overrides it. "
             f"Build with the model, view the result: `tfloop.{mode}(keras.Model(x, model(x)))`."
         )
-    is_keras = isinstance(module, keras.layers.Layer)
-    names = _keras_arguments(module) if is_keras else _arguments(type(module))  # type: ignore[arg-type]
+    names = call_arguments(module)
     given = [kwargs[flag] for flag in _FLAGS if flag in kwargs]
     taken = [flag for flag in _FLAGS if flag in names]
     if any(names.index(flag) < len(args) for flag in taken):
         return kwargs  # the caller gave it by position
-    if is_keras:
+    if isinstance(module, keras.layers.Layer):
         taken = ["training", *(flag for flag in taken if flag != "training")]
     elif not taken:
         return kwargs
     others = {name: value for name, value in kwargs.items() if name not in _FLAGS}
     return others | dict.fromkeys(taken, given[0] if given else training)
-
-
-def _keras_arguments(layer: keras.layers.Layer) -> list[str]:
-    return list(layer.call_signature_parameters)
-
-
-@functools.lru_cache(maxsize=256)
-def _arguments(kind: type) -> list[str]:
-    """The names of what a tf.Module's `__call__` takes, without `self`."""
-    return list(inspect.signature(kind.__call__).parameters)[1:]
 
 
 @_traces.not_converted

@@ -51,7 +51,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     Example:
       >>> import keras, tensorflow as tf, tfloop
       >>> net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-      >>> net.layers[0].kernel.assign([[1.0]])
+      >>> _ = net.layers[0].kernel.assign([[1.0]])
       >>> optim = tfloop.ModuleOptimizer(keras.optimizers.SGD())
       >>> grads = tfloop.GradientsParams({"dense.kernel": tf.constant([[2.0]])})
       >>> _ = optim.step(0.25, net, grads)
@@ -187,8 +187,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         else:
             found, present = grads.checked(book, STEP), None
         plans = [
-            (group.update, self._with_rates(rate, group, group.clipped(share), book))
-            for group, share in self._routed(found, book)
+            (update, self._with_rates(rate, group, update, group.clipped(share), book))
+            for group, update, share in self._routed(found, book)
         ]
         checks = self._checks(plans)
         # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
@@ -307,9 +307,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     def _prepare(self, model: Any, call: str) -> AddressBook:
         """Builds for the root, or checks that it is ours and follows what has changed in it."""
         key = root_key(model, call)
-        if self._book is not None and key != self._book.key:
-            raise ValueError(self._why_another_root(model, call))
         book = address_book(model, call)
+        if self._book is not None and key != self._book.key:
+            raise ValueError(_why_another_root(call, self._book, book))
         if book is not self._book or self._lacks_state(book):
             _traces.eagerly(lambda: self._build(model, book, self._groups))
         _traces.depends_on(book)
@@ -361,31 +361,38 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
     def _routed(
         self, grads: dict[str, Gradient], book: AddressBook
-    ) -> list[tuple[Group, dict[str, Gradient]]]:
+    ) -> list[tuple[Group, GroupUpdate, dict[str, Gradient]]]:
         """Each group's share; frozen parameters drop out."""
         trainable = book.parameters()
-        shares: dict[int, dict[str, Gradient]] = {}
-        for path, grad in grads.items():
-            if path in trainable and self._groups[self._owner[path]].update is not None:
-                shares.setdefault(self._owner[path], {})[path] = grad
-        return [(self._groups[index], share) for index, share in shares.items()]
+        shares: dict[int, tuple[Group, GroupUpdate, dict[str, Gradient]]] = {}
+        for path in (path for path in grads if path in trainable):
+            index = self._owner[path]
+            group, update = self._groups[index], self._groups[index].update
+            if update is not None:
+                shares.setdefault(index, (group, update, {}))[-1][path] = grads[path]
+        return list(shares.values())
 
     def _with_rates(
-        self, rate: Any, group: Group, share: dict[str, Gradient], book: AddressBook
+        self,
+        rate: Any,
+        group: Group,
+        update: GroupUpdate,
+        share: dict[str, Gradient],
+        book: AddressBook,
     ) -> list[tuple[tf.Tensor, dict[str, Gradient]]]:
         """A group's gradients, parted by the rate they take."""
         if rate is None:
-            return [(as_rate(group.update.own_rate(), f"the rate of {group.group}"), share)]
+            return [(as_rate(update.own_rate(), f"the rate of {group.group}"), share)]
         if not isinstance(rate, ModuleLearningRate):
             return [(rate, share)]
         parts: dict[int, dict[str, Gradient]] = {}
         for path, grad in share.items():
             bucket = rate.bucket_of(book.paths_of(path), book.variables[path])
             parts.setdefault(bucket, {})[path] = grad
-        if len(parts) > 1 and not group.update.takes_several_rates():
+        if len(parts) > 1 and not update.takes_several_rates():
             raise ValueError(
                 f"`{STEP}` got {len(parts)} rates for the group {group.group}, expected one: "
-                f"{group.update.name} moves state that its variables share, once per update. "
+                f"{update.name} moves state that its variables share, once per update. "
                 "Give each rate a group of its own: `optim.with_group(group, optimizer)`."
             )
         rates = rate.rates()
@@ -415,16 +422,16 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         totals = _record.GroupRecord("ModuleOptimizer", {}, {"iterations": self._iterations})
         return [*groups, totals]
 
-    def _why_another_root(self, model: Any, call: str) -> str:
-        """Names both roots, and says whether they share variables."""
-        ours, theirs = self._book, address_book(model, call)
-        shared = [path for path, v in theirs.variables.items() if ours.path_of(v) is not None]
-        relation = f"which shares {len(shared)} of its variables" if shared else "another model"
-        return (
-            f"`{call}` got {theirs.description}, {relation}: expected {ours.description}, which "
-            "this optimizer was built with. State and paths belong to one root. Pass that root, "
-            "or make another optimizer: `tfloop.ModuleOptimizer(...)`."
-        )
+
+def _why_another_root(call: str, ours: AddressBook, theirs: AddressBook) -> str:
+    """Names both roots, and says whether they share variables."""
+    shared = [path for path, v in theirs.variables.items() if ours.path_of(v) is not None]
+    relation = f"which shares {len(shared)} of its variables" if shared else "another model"
+    return (
+        f"`{call}` got {theirs.description}, {relation}, expected {ours.description}, which "
+        "this optimizer was built with. State and paths belong to one root. Pass that root, "
+        "or make another optimizer: `tfloop.ModuleOptimizer(...)`."
+    )
 
 
 def _refuse_replicas() -> None:

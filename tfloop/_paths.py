@@ -13,7 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfloop import _traces
 from tfloop._graphs import Variable as Variable
+from tfloop._graphs import ids_below
 from tfloop._graphs import is_floating as is_floating
 from tfloop._graphs import is_model as is_model
 from tfloop._graphs import is_variable as is_variable
@@ -43,6 +45,7 @@ _MSG_HIDDEN = (
 )
 
 
+@_traces.not_converted
 def named_parameters(model: Any) -> dict[str, Variable]:
     """Gives the trainable floating-point variables of a model by canonical path.
 
@@ -79,6 +82,7 @@ def named_parameters(model: Any) -> dict[str, Variable]:
     return address_book(model, "named_parameters(model)").parameters()
 
 
+@_traces.not_converted
 def named_variables(model: Any) -> dict[str, Variable]:
     """Gives every variable of a model by canonical path: frozen ones, statistics, seed states too.
 
@@ -126,8 +130,8 @@ class AddressBook:
         for alias, canonical in walk.aliases.items():
             self._aliases.setdefault(canonical, []).append(alias)
         self._unbuilt, self._empty, self._hidden = walk.unbuilt(), walk.empty(), walk.hidden()
-        # Only Keras tells cheaply whether anything has changed.
-        self._signature = None if walk.is_mixed else _signature(walk.outermost, walk.layers)
+        self._holders = [*map(weakref.ref, walk.holders)]
+        self._signature = _signature(walk.outermost, walk.layers, walk.holders)
 
     def check(self, call: str, *, may_be_empty: bool = False) -> None:
         """Raises for a model that isn't built, or has variables to which no path leads."""
@@ -181,6 +185,8 @@ class AddressBook:
     def resolve(self, path: str) -> str | None:
         """The canonical path for any path that leads to a variable, or `None`."""
         while path not in self.variables:
+            if not isinstance(path, str):
+                return None
             alias = next((p for p in _prefixes(path) if p in self._canonical), None)
             if alias is None:
                 return None
@@ -197,20 +203,20 @@ class AddressBook:
                         found.append(alias + known[len(prefix) :])
         return tuple(dict.fromkeys(found))
 
-    def unknown(self, path: str) -> str:
+    def unknown(self, path: object) -> str:
         """Words for an error: the path, what the model has, and near misses."""
-        hint = did_you_mean(path, list(self.variables))
+        hint = did_you_mean(str(path), list(self.variables))
         return f"{path!r} is no variable of {self.description}.{hint}"
 
     def _is_thawed(self, path: str) -> bool:
         return all(layer.trainable for layer in _alive(self._gates[path]))
 
     def _is_current(self) -> bool:
-        """Would another walk find the same? `False` where only another walk can tell."""
-        # Ids are compared below, so all that they stand for must still live.
-        if self._signature is None or len(self.variables) < len(self._path_of):
-            return False
-        return self._signature == _signature(self.outermost_layers(), self.live_layers())
+        """Would another walk find the same?"""
+        # Ids are compared, so all that they stand for must still live.
+        return len(self.variables) == len(self._path_of) and self._signature == _signature(
+            self.outermost_layers(), self.live_layers(), _alive(self._holders)
+        )
 
     def _equals(self, other: "AddressBook") -> bool:
         """Same paths to the same variables, through the same layers?"""
@@ -251,7 +257,7 @@ def unchecked_book(model: Any, call: str = "named_parameters(model)") -> Address
         if book is None or not book._is_current():
             fresh = AddressBook(model, call)
             if book is not None and book._equals(fresh):
-                book._signature = fresh._signature
+                book._signature, book._holders = fresh._signature, fresh._holders
                 book._unbuilt, book._empty = fresh._unbuilt, fresh._empty
                 book._hidden = fresh._hidden
             else:
@@ -306,10 +312,12 @@ def _prefixes(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-def _signature(outermost: list[Any], layers: list[Any]) -> tuple[int, ...]:
-    """What changes when Keras layers get other variables, or an attribute that Keras ignores."""
-    variables = [id(v) for layer in outermost for v in layer.variables]
-    return (*variables, *(len(vars(layer)) for layer in layers))
+def _signature(outermost: list[Any], layers: list[Any], holders: list[Any]) -> tuple[Any, ...]:
+    """What changes whenever a root gets other variables; cheaper than a walk."""
+    tracked = [id(variable) for layer in outermost for variable in layer.variables]
+    attributes = [len(vars(layer)) for layer in layers]  # a new one may be what Keras ignores
+    held = [frozenset(ids_below([*vars(holder).values()])) for holder in holders]
+    return (*tracked, *attributes, *held)
 
 
 def _layers_under(module: tf.Module) -> Iterator[Any]:

@@ -47,9 +47,10 @@ class Group:
 
     def clipped(self, share: dict[str, Gradient]) -> dict[str, Gradient]:
         """Its gradients within the bound; what overwrites a variable is no gradient to bound."""
-        if self.clipping is None:
+        update = self.update
+        if self.clipping is None or update is None:
             return share
-        bounded = {path: g for path, g in share.items() if not self.update.overwrites(path)}
+        bounded = {path: g for path, g in share.items() if not update.overwrites(path)}
         clipped = self.clipping.clip(list(bounded.values()))
         return share | dict(zip(bounded, clipped, strict=True))
 

@@ -9,9 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
 
 from tfloop._messages import described
-from tfloop.schedulers._base import LearningRateSchedule, is_number
+from tfloop.schedulers._base import is_number
 
 STEP = "ModuleOptimizer.step(lr, model, grads)"
 

@@ -20,6 +20,7 @@ _FORMAT = 1
 _NAME = re.compile(r"tfloop-(\d+)\.(index|data-.*)")
 _DRAFT = ".tfloop-draft"
 _RESTORE = "Checkpoint.restore()"
+_DAMAGED = (tf.errors.OpError, RuntimeError, ValueError, LookupError)
 _MSG_DAMAGED = (
     "`{call}` can't read {path!r}: got damaged files, expected those that `save` wrote ({error}). "
     "A copy was cut short, or the disk failed. Restore another: `checkpoint.restore(path)` with "
@@ -33,13 +34,16 @@ def written(directory: str) -> list[str]:
     return [os.path.join(directory, f"tfloop-{number}") for number in numbers]
 
 
-def write(directory: str, manifest: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def write(
+    directory: str, manifest: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Writes a checkpoint; on an error, or killed at any instant, nothing else changes.
 
     Args:
       directory: Made if it isn't there.
       manifest: What JSON can say.
-      values: Key -> `tf.Variable`, or what makes one. Variables are written from where they are.
+      values: Name -> key -> `tf.Variable`, or what makes one. Variables are written from where
+        they are.
 
     Returns:
       The new path.
@@ -48,11 +52,16 @@ def write(directory: str, manifest: Mapping[str, Any], values: Mapping[str, Any]
     numbers = [number for number, _ in _files(directory)]
     name = f"tfloop-{max(numbers, default=0) + 1}"
     drafts = os.path.join(directory, _DRAFT)
-    # TensorFlow writes a variable once, under the first of its keys.
-    first: dict[int, str] = {}
-    keys = {key: first.setdefault(id(value), key) for key, value in values.items()}
-    text = json.dumps({"format": _FORMAT, "keys": keys, **manifest})
-    table = {key: _as_variable(values[key]) for key in first.values()}
+    # TensorFlow writes a variable once, under the first place where it meets it.
+    first: dict[int, list[str]] = {}
+    places = {
+        owner: {key: first.setdefault(id(value), [owner, key]) for key, value in group.items()}
+        for owner, group in values.items()
+    }
+    table: dict[str, dict[str, tf.Variable]] = {}
+    for owner, key in first.values():
+        table.setdefault(owner, {})[key] = _as_variable(values[owner][key])
+    text = json.dumps({"format": _FORMAT, "places": places, **manifest})
     tf.io.gfile.makedirs(drafts)
     try:
         checkpoint = tf.train.Checkpoint(manifest=tf.Variable(text), values=table)
@@ -96,8 +105,8 @@ def sweep(directory: str) -> None:
             tf.io.gfile.remove(os.path.join(directory, f"tfloop-{number}.{kind}"))
 
 
-def read(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The manifest and every value by key, read to the end before anything is used.
+def read(path: str) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
+    """The manifest, and every value by name and key, read to the end before anything is used.
 
     Raises:
       FileNotFoundError: There is no checkpoint.
@@ -111,14 +120,17 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             "the oldest. Take the newest: `checkpoint.restore()`."
         )
     try:
-        reader = tf.train.load_checkpoint(path)
+        reader = tf.compat.v1.train.NewCheckpointReader(path)
         # The object graph too, whose bytes come last: a file cut short lacks them.
         stored = {key: reader.get_tensor(key) for key in reader.get_variable_to_shape_map()}
         manifest = json.loads(stored.get(_stored_as("manifest"), "{}"))
         found = manifest.get("format")
-        keys = manifest.pop("keys", {}) if found == _FORMAT else {}
-        values = {key: stored[_stored_as("values", first)] for key, first in keys.items()}
-    except (tf.errors.OpError, RuntimeError, ValueError, KeyError) as error:
+        places = manifest.pop("places", {}) if found == _FORMAT else {}
+        values = {
+            owner: {key: stored[_stored_as("values", *place)] for key, place in group.items()}
+            for owner, group in places.items()
+        }
+    except _DAMAGED as error:
         text = _MSG_DAMAGED.format(call=_RESTORE, path=path, error=error, others=listed(others))
         raise ValueError(text) from error
     if found != _FORMAT:

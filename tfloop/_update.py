@@ -12,12 +12,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
+from keras.optimizers.schedules import LearningRateSchedule
 
 from tfloop import _replicas, _sparse, _traces
 from tfloop._cells import Cell, Fused, Single, cells_of
 from tfloop._given import (
-    KerasOptimizer,
-    Schedule,
     applies_by_itself,
     check_arguments,
     check_copy,
@@ -58,7 +58,7 @@ class GroupUpdate:
       state: The copy, and its state by path.
     """
 
-    def __init__(self, given: KerasOptimizer, call: str) -> None:
+    def __init__(self, given: Optimizer, call: str) -> None:
         check_arguments(given, call)
         self.given = given
         self.clipping = clipping_of(given)
@@ -67,6 +67,7 @@ class GroupUpdate:
         self._rate_source: Any = given._learning_rate
         self._rate_changes = 0
         self._called_rate: tf.Variable | None = None
+        self._asked = False
 
     @property
     def variables(self) -> dict[str, Variable]:
@@ -135,20 +136,22 @@ class GroupUpdate:
         variable, which `refresh` brings up to date.
         """
         rate = self.given._learning_rate
-        if isinstance(rate, Schedule):
+        if isinstance(rate, LearningRateSchedule):
             return rate(self.state.optimizer.iterations)
         if not _is_function(rate):
             return tf_variable(rate)
         value = rate()
-        if tf.executing_eagerly() or is_variable(value) or tf.get_static_value(value) is None:
+        known = None if is_variable(value) else tf.get_static_value(value)
+        if tf.executing_eagerly() or known is None:
             return value
-        _traces.eagerly(self._call_rate)
+        _traces.eagerly(lambda: self._remember(known))
+        self._asked = _traces.is_recorded()
         return self._called_rate
 
     def schedule_name(self) -> str | None:
         """The class of the schedule that gives the rate, if one does."""
         rate = self.given._learning_rate
-        return type(rate).__name__ if isinstance(rate, Schedule) else None
+        return type(rate).__name__ if isinstance(rate, LearningRateSchedule) else None
 
     def refresh(self) -> int:
         """Brings up to date what a trace reads; called before each compiled step.
@@ -160,11 +163,13 @@ class GroupUpdate:
             self._rate_source = self.given._learning_rate
             self._rate_changes += 1
         if self._called_rate is not None and _is_function(self._rate_source):
-            self._call_rate()
+            if not self._asked:
+                self._remember(self._rate_source())
+            self._asked = False  # what its own trace asked counts for the first run
         return self._rate_changes
 
-    def _call_rate(self) -> None:
-        value = tf.cast(self.given._learning_rate(), self.state.optimizer._learning_rate.dtype)
+    def _remember(self, value: Any) -> None:
+        value = tf.cast(value, self.state.optimizer._learning_rate.dtype)
         if self._called_rate is None:
             self._called_rate = tf.Variable(value, trainable=False, name="rate")
         self._called_rate.assign(value)
@@ -262,7 +267,7 @@ class GroupUpdate:
         """Decay, rule and moving average."""
         optimizer = self.state.optimizer
         with _rate_set(optimizer, rate) as rate:
-            if type(optimizer)._apply_weight_decay is not KerasOptimizer._apply_weight_decay:
+            if type(optimizer)._apply_weight_decay is not Optimizer._apply_weight_decay:
                 optimizer._apply_weight_decay([cell.target])
             elif optimizer.weight_decay is not None:
                 self._decay(cell, variable, rate)
@@ -273,7 +278,9 @@ class GroupUpdate:
     def _decay(self, cell: Cell, variable: tf.Variable, rate: tf.Tensor) -> None:
         """Keras' decoupled decay, which leaves out what was excluded."""
         optimizer = self.state.optimizer
-        flags = [optimizer._use_weight_decay(tf_variable(self.state.targets[p])) for p in cell.paths]
+        flags = [
+            optimizer._use_weight_decay(tf_variable(self.state.targets[p])) for p in cell.paths
+        ]
         if not any(flags):
             return
         decay = tf.cast(optimizer.weight_decay, variable.dtype)
@@ -332,7 +339,7 @@ class State:
       cells: What is updated at once, in the order of the optimizer's own lists.
     """
 
-    def __init__(self, optimizer: KerasOptimizer, variables: dict[str, Variable]) -> None:
+    def __init__(self, optimizer: Optimizer, variables: dict[str, Variable]) -> None:
         self.optimizer = optimizer
         self.variables = variables
         self.targets = {path: _as_keras(path, v) for path, v in variables.items()}
@@ -408,10 +415,10 @@ def _as_keras(path: str, variable: Variable) -> keras.Variable:
 
 
 def _is_function(rate: Any) -> bool:
-    return callable(rate) and not isinstance(rate, Schedule)
+    return callable(rate) and not isinstance(rate, LearningRateSchedule)
 
 
-def _takes_rows(optimizer: KerasOptimizer) -> bool:
+def _takes_rows(optimizer: Optimizer) -> bool:
     """Is its rule right, also under XLA, for rows that occur once each?
 
     Those are that first mix the gradient with dense state. The others of Keras divide or add
@@ -421,14 +428,14 @@ def _takes_rows(optimizer: KerasOptimizer) -> bool:
     return type(optimizer).update_step in _ROW_RULES
 
 
-def _applies_alone(optimizer: KerasOptimizer) -> bool:
+def _applies_alone(optimizer: Optimizer) -> bool:
     """Does a subclass do the update by itself, in a way that must not be taken apart?"""
-    known = [kind._backend_update_step for kind in (KerasOptimizer, keras.optimizers.Nadam)]
+    known = [kind._backend_update_step for kind in (Optimizer, keras.optimizers.Nadam)]
     return applies_by_itself(optimizer) or type(optimizer)._backend_update_step not in known
 
 
 @contextlib.contextmanager
-def _rate_set(optimizer: KerasOptimizer, rate: tf.Tensor) -> Iterator[Any]:
+def _rate_set(optimizer: Optimizer, rate: tf.Tensor) -> Iterator[Any]:
     """Lets `optimizer.learning_rate` be a tensor for a while: some rules read it there.
 
     Past Keras' attribute tracking, and without the cost of writing a variable. Muon multiplies

@@ -31,7 +31,7 @@ class Walk:
       aliases: Any other path to a variable, layer or container -> where it was met first.
       layers: The Keras layers, each once.
       outermost: Those of them that no other Keras layer tracks.
-      is_mixed: Is there anything that Keras doesn't track?
+      holders: Modules and layers that hold what Keras doesn't track.
     """
 
     def __init__(self, root: Any) -> None:
@@ -40,7 +40,7 @@ class Walk:
         self.aliases: dict[str, str] = {}
         self.layers: list[Any] = []
         self.outermost: list[Any] = []
-        self.is_mixed = False
+        self.holders: list[Any] = []
         self._root = root
         self._met: dict[int, str] = {}
         self._open: set[int] = set()
@@ -87,7 +87,8 @@ class Walk:
         self._met[self._identity(thing)] = path
         if isinstance(thing, (tf.Variable, tf.Module)) and tracker is not None:
             # Keras' flag doesn't reach it through the layer.
-            gates, tracker, self.is_mixed = (*gates, tracker), None, True
+            self.holders.append(tracker)
+            gates, tracker = (*gates, tracker), None
         if is_variable(thing):
             self.variables[path], self.gates[path] = thing, gates
             return
@@ -98,7 +99,7 @@ class Walk:
                 self.outermost.append(thing)
             tracker = thing
         elif isinstance(thing, tf.Module):
-            self.is_mixed = True
+            self.holders.append(thing)
         self._open.add(id(thing))
         for segment, child in children(thing):
             self._descend(unwrap(child), f"{path}.{segment}" if path else segment, gates, tracker)
@@ -122,9 +123,8 @@ class Walk:
 
 
 def _has_parameters(thing: Any) -> bool:
-    if is_variable(thing):
-        return bool(thing.trainable)
-    return any(v.trainable for v in getattr(thing, "trainable_variables", ()))
+    found = [thing] if is_variable(thing) else Walk(thing).variables.values()
+    return any(variable.trainable for variable in found)
 
 
 def leaves(model: Any) -> list[Any]:

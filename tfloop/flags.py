@@ -79,8 +79,7 @@ def define_config(
             "one in the other, or use `flag_values=absl.flags.FlagValues()`."
         )
     fields = list(_flat_fields(config_class))
-    names = [name for name, _, _ in fields]
-    for name in names:
+    for name, _, _ in fields:
         if name == "config" or name in flag_values:
             raise ValueError(
                 f"`define_config({config_class.__name__})` can't define --{name}: got a flag of "
@@ -177,7 +176,9 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
-    """Sets a value in nested dicts."""
+    """Sets a value in nested dicts; what a file has in the place of one is left to be refused."""
     for part in path[:-1]:
         values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            return
     values[path[-1]] = value

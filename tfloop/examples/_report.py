@@ -162,7 +162,7 @@ def _plot(
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
-    loss.plot([value.loss for value in history["Train"]], linewidth=0.8)
+    loss.plot([value.loss for value in history["Train"]], marker=".", linewidth=0.8)
     loss.set(title="Training loss", xlabel="Iteration", yscale="log")
     for split, values in averages.items():
         epochs = range(1, len(values) + 1)
