@@ -1,7 +1,7 @@
 """Fine-tune a network with groups: a frozen stem, a rate per depth, no decay for norms and biases.
 
-A small MobileNetV2 first learns the digits 0 to 4. Then it is fine-tuned on the digits 5 to 9 in the
-way people fine-tune large networks:
+A small MobileNetV2 first learns the digits 0 to 4. Then it is fine-tuned on the digits 5 to 9, in
+the way people fine-tune large networks:
 
 * the stem is frozen (`layer.trainable = False`, seen by the compiled step);
 * the deeper a block lies below the head, the smaller its rate (`ModuleLearningRate`);
@@ -33,7 +33,7 @@ _BLOCKS = 6  # of MobileNetV2's 17: what 32 x 32 pixels can feed
 
 
 def load(classes: range) -> tuple[np.ndarray, np.ndarray]:
-    """The real 8x8 digits of some classes as (n, 32, 32, 3) images in [-1, 1], and labels from 0."""
+    """The real 8x8 digits of some classes: (n, 32, 32, 3) images in [-1, 1], labels from 0."""
     digits = load_digits()
     chosen = np.isin(digits.target, classes)
     images = digits.images[chosen].astype("float32")[..., np.newaxis] / 8.0 - 1.0
@@ -62,9 +62,7 @@ def make_step(net: keras.Model, optim: tfloop.ModuleOptimizer):
     def step(images, labels, rates):
         with tfloop.Tape() as tape:
             logits = model(images)
-            loss = tf.reduce_mean(
-                tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            )
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
         grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
         optim.step(rates, model, grads)
         return loss
@@ -106,7 +104,9 @@ def rates_by_depth(net: keras.Model) -> tfloop.ModuleLearningRate:
     """The base rate times `depth_decay` to the power of the depth."""
     rates = tfloop.ModuleLearningRate(_LR.value)
     for depth in sorted({depth_of(path) for path in tfloop.named_parameters(net)}):
-        group = tfloop.ParamGroup.from_predicate(lambda path, _, depth=depth: depth_of(path) == depth)
+        group = tfloop.ParamGroup.from_predicate(
+            lambda path, _, depth=depth: depth_of(path) == depth
+        )
         rates = rates.with_group(group, multiplier=_DEPTH_DECAY.value**depth)
     return rates
 

@@ -50,13 +50,17 @@ def test_every_public_name_has_a_docstring():
 def test_imports_make_no_cycle():
     graph = {name: imports_of(name) for name in MODULES}
     done: set[str] = set()
-    while ready := [n for n, needs in graph.items() if n not in done and needs & set(graph) <= done]:
+    while ready := [
+        n for n, needs in graph.items() if n not in done and needs & set(graph) <= done
+    ]:
         done |= set(ready)
     assert set(graph) - done == set()
 
 
 def test_no_room_imports_the_front_door():
-    assert [name for name in MODULES if "tfloop" in imports_of(name) and ".examples" not in name] == []
+    assert [
+        name for name in MODULES if "tfloop" in imports_of(name) and ".examples" not in name
+    ] == []
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -17,7 +17,6 @@ from tfloop._gradients import GradientsParams
 from tfloop._groups import ParamGroup, as_group
 from tfloop._messages import described
 from tfloop._paths import AddressBook, address_book, root_key
-from tfloop._presence import apply_where
 from tfloop._routing import Group, check_clipping, owners
 from tfloop._sparse import Gradient
 from tfloop._step_checks import STEP, as_rate, assert_current, assert_sound
@@ -203,8 +202,10 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                     update.apply(parts)
                 updated = tf.constant(bool(plans))
             else:
-                some = [apply_where(update, parts, present) for update, parts in plans]
-                updated = tf.reduce_any(tf.stack(some)) if some else tf.constant(False)
+                for update, parts in plans:
+                    update.apply(parts, present)
+                took_part = [present[p] for _, parts in plans for _, share in parts for p in share]
+                updated = tf.reduce_any(tf.stack(took_part)) if plans else tf.constant(False)
             self._iterations.assign_add(tf.cast(updated, tf.int64))
         return model
 

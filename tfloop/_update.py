@@ -5,7 +5,9 @@ they are, with three additions: several rates in one update, a subset of the var
 time, and state by path that survives when the set of variables changes.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -13,7 +15,8 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
-from tfloop import _sparse, _traces
+from tfloop import _replicas, _sparse, _traces
+from tfloop._cells import Cell, Fused, Single, cells_of
 from tfloop._given import (
     applies_by_itself,
     check_arguments,
@@ -29,6 +32,14 @@ _BUILD = "ModuleOptimizer.build(model)"
 _ROW_RULES = {
     getattr(keras.optimizers, name).update_step
     for name in ("SGD", "Adam", "Adamax", "Nadam", "Ftrl", "Lion", "Lamb")
+}
+# Rules that treat each element alone, so that many variables can go through them as one vector.
+_ELEMENTWISE = {
+    getattr(keras.optimizers, name)
+    for name in (
+        *("SGD", "Adam", "AdamW", "RMSprop", "Nadam", "Lion", "Adagrad", "Adamax", "Ftrl"),
+        *("Adadelta", "ScheduleFreeAdamW"),
+    )
 }
 _NOT_SLOTS = {"_variables", "_trainable_variables", "_accumulated_gradients"}
 
@@ -106,7 +117,7 @@ class GroupUpdate:
             if old.variables.get(path) is variable:
                 kept = old.slots(path)
                 for name, slot in new.slots(path).items():
-                    slot.assign(kept[name])
+                    slot.assign(tf.convert_to_tensor(kept[name]))
         return new
 
     def slots(self, path: str) -> dict[str, tf.Variable]:
@@ -166,72 +177,159 @@ class GroupUpdate:
     def takes_several_rates(self) -> bool:
         """Can one update use a rate of its own for each variable?
 
-        Nadam moves a scalar once per update before the variables; a rule of unknown kind that
-        does so can't be split.
+        Not where a subclass applies all gradients by itself.
         """
-        optimizer = self.state.optimizer
-        known = [kind._backend_update_step for kind in (Optimizer, keras.optimizers.Nadam)]
-        return type(optimizer)._backend_update_step in known and not applies_by_itself(optimizer)
+        return not _applies_alone(self.state.optimizer)
 
-    def apply(self, parts: Iterable[tuple[Any, dict[str, Gradient]]]) -> None:
+    def apply(
+        self,
+        parts: list[tuple[tf.Tensor, dict[str, Gradient]]],
+        when: Mapping[str, tf.Tensor] | None = None,
+    ) -> None:
         """Updates variables once: decay, Keras' rule, moving average, constraint, count.
 
         Args:
           parts: (rate, path -> gradient) for each rate. The gradients are of the variables' shapes
             and final: reduced and clipped.
+          when: Path -> scalar bool: update this variable? By default all are. The group counts
+            the update if any of them is.
         """
-        optimizer, targets = self.state.optimizer, self.state.targets
-        own_apply = applies_by_itself(optimizer)
-        prepare = _sparse.deduplicate if _takes_rows(optimizer) else _sparse.densify
+        optimizer = self.state.optimizer
+        grads = {path: grad for _, share in parts for path, grad in share.items()}
+        rates = {
+            path: tf.cast(rate, optimizer._learning_rate.dtype)
+            for rate, share in parts
+            for path in share
+        }
         with keras.name_scope(optimizer.name):
-            for number, (rate, grads) in enumerate(parts):
-                variables = [targets[path] for path in grads]
+            if _applies_alone(optimizer):
+                self._apply_alone(grads, next(iter(rates.values())), when)
+                return
+            prepare = _sparse.deduplicate if _takes_rows(optimizer) else _sparse.densify
+            cells = [cell for cell in self.state.cells if any(p in grads for p in cell.paths)]
+            inputs = [
                 # Repeated rows are summed before a 16-bit dtype would round each of them.
-                values = [
-                    _sparse.cast(prepare(grad), tf.as_dtype(variable.dtype))
-                    for grad, variable in zip(grads.values(), variables, strict=True)
-                ]
-                optimizer.learning_rate = tf.cast(rate, optimizer._learning_rate.dtype)
-                if own_apply:
-                    optimizer.apply_gradients(zip(values, variables, strict=True))
-                else:
-                    self._apply_part(values, variables, first=number == 0)
-            if not own_apply:
-                optimizer.iterations.assign_add(1)
+                (
+                    _sparse.cast(prepare(cell.grad(grads)), tf.as_dtype(cell.target.dtype)),
+                    cell.rate(rates),
+                    *cell.mask(grads, when),
+                )
+                for cell in cells
+            ]
+            some = [] if when is None else [tf.reduce_any(tf.stack([when[p] for p in grads]))]
+            _replicas.once(functools.partial(self._apply, cells), inputs, some)
 
-    def _apply_part(self, grads: list[Gradient], variables: list[Variable], first: bool) -> None:
-        """What `Optimizer.apply` does, but for the count, and for these variables alone."""
+    def _apply(self, cells: list[Cell], strategy: Any, inputs: list, some: list) -> None:
+        """Runs once for all replicas."""
         optimizer = self.state.optimizer
-        grads, variables = optimizer._overwrite_variables_directly_with_gradients(grads, variables)
-        if not variables:
-            return
-        # As a variable, which Keras casts where a rule forgets to.
-        rate = optimizer.learning_rate
-        optimizer._apply_weight_decay(variables)
-        if first:
-            optimizer._backend_update_step(grads, variables, rate)
+        if isinstance(optimizer, keras.optimizers.Nadam):
+            _replicas.update(strategy, optimizer._u_product, self._move_u_product, *some)
+        for cell, values in zip(cells, inputs, strict=True):
+            if isinstance(cell, Fused):
+                run = functools.partial(self._update_vector, cell)
+            else:
+                run = functools.partial(self._update_one, cell)
+            _replicas.update(strategy, cell.target, run, *values)
+        _replicas.update(strategy, optimizer.iterations, _count, *some)
+
+    def _update_one(
+        self, cell: Single, variable: tf.Variable, grad: Gradient, rate: tf.Tensor, flag: Any = None
+    ) -> None:
+        """Updates one variable, if the flag says so."""
+
+        def run() -> tf.Tensor:
+            owner, optimizer = cell.target, self.state.optimizer
+            if optimizer._overwrite_variable_with_gradient(owner):
+                variable.assign(grad)
+            else:
+                self._update_now(cell, variable, grad, rate)
+            if owner.constraint is not None:
+                variable.assign(owner.constraint(variable))
+            return tf.constant(0)
+
+        if flag is None:
+            run()
         else:
-            Optimizer._backend_update_step(optimizer, grads, variables, rate)
-        if optimizer.use_ema:
-            self._average(variables)
-        for variable in variables:
-            if variable.constraint is not None:
-                variable.assign(variable.constraint(variable))
+            tf.cond(flag, run, lambda: tf.constant(0))
 
-    def _average(self, variables: list[Variable]) -> None:
-        """Keras' moving average, of the variables that were updated and of no others."""
+    def _update_vector(
+        self, cell: Fused, vector: tf.Variable, grad: tf.Tensor, rate: tf.Tensor, mask: Any = None
+    ) -> None:
+        """Updates many variables; those that the mask leaves out are put back, slots too."""
+        vector.assign(cell.values())
+        kept = [] if mask is None else [vector, *self.state.slots_of(cell).values()]
+        before = [tf.identity(variable) for variable in kept]
+        self._update_now(cell, vector, grad, rate)
+        for variable, old in zip(kept, before, strict=True):
+            variable.assign(tf.where(mask, variable, old))
+        cell.write_back(vector)
+
+    def _update_now(
+        self, cell: Cell, variable: tf.Variable, grad: Gradient, rate: tf.Tensor
+    ) -> None:
+        """Decay, rule and moving average."""
         optimizer = self.state.optimizer
+        with _rate_set(optimizer, rate) as rate:
+            if type(optimizer)._apply_weight_decay is not Optimizer._apply_weight_decay:
+                optimizer._apply_weight_decay([cell.target])
+            elif optimizer.weight_decay is not None:
+                self._decay(cell, variable, rate)
+            optimizer.update_step(grad, variable, rate)
+        if optimizer.use_ema:
+            self._average(variable)
+
+    def _decay(self, cell: Cell, variable: tf.Variable, rate: tf.Tensor) -> None:
+        """Keras' decoupled decay, which leaves out what was excluded."""
+        optimizer = self.state.optimizer
+        flags = [
+            optimizer._use_weight_decay(tf_variable(self.state.targets[p])) for p in cell.paths
+        ]
+        if not any(flags):
+            return
+        decay = tf.cast(optimizer.weight_decay, variable.dtype)
+        rate = tf.cast(rate, variable.dtype)
+        if not all(flags):
+            decay = tf.where(cell.spread(flags), decay, tf.zeros_like(decay))
+        variable.assign_sub(variable * decay * rate)
+
+    def _average(self, variable: tf.Variable) -> None:
+        """Keras' moving average."""
+        optimizer = self.state.optimizer
+        index = optimizer._get_variable_index(variable)
+        average = tf_variable(optimizer._model_variables_moving_average[index])
+        value = tf.convert_to_tensor(variable)
         started = tf.not_equal(optimizer.iterations, 0)
+        momentum = tf.cast(started, value.dtype) * optimizer.ema_momentum
+        average.assign(momentum * average + (1 - momentum) * value)
         every = optimizer.ema_overwrite_frequency
-        due = tf.equal((optimizer.iterations + 1) % every, 0) if every else None
-        for variable in variables:
-            index = optimizer._get_variable_index(variable)
-            average = tf_variable(optimizer._model_variables_moving_average[index])
-            value = tf.convert_to_tensor(tf_variable(variable))
-            momentum = tf.cast(started, value.dtype) * optimizer.ema_momentum
-            average.assign(momentum * average + (1 - momentum) * value)
-            if due is not None:
-                variable.assign(tf.where(due, average, value))
+        if every:
+            due = tf.equal((optimizer.iterations + 1) % every, 0)
+            variable.assign(tf.where(due, average, value))
+
+    def _move_u_product(self, product: tf.Variable, some: Any = None) -> None:
+        """What Keras' Nadam does once per update:  u *= beta_1 * (1 - 0.96^t / 2)."""
+        optimizer = self.state.optimizer
+        step = tf.cast(optimizer.iterations + 1, product.dtype)
+        half = 0.5 * tf.pow(tf.constant(0.96, product.dtype), step)
+        moved = product * optimizer.beta_1 * (1.0 - half)
+        product.assign(moved if some is None else tf.where(some, moved, product))
+
+    def _apply_alone(self, grads: dict[str, Gradient], rate: tf.Tensor, when: Any) -> None:
+        """Leaves everything to a subclass that has an `apply` of its own."""
+        if when is not None or _replicas.is_replica():
+            raise ValueError(
+                f"`ModuleOptimizer.step(lr, model, grads)` can't make an update of {self.name} "
+                "depend on a run: got a class with an `apply` of its own, expected Keras'. It "
+                "applies all or nothing. Override `update_step` in its place, or step with "
+                "gradients: `optim.step(lr, model, accumulator.grads())`."
+            )
+        optimizer, targets = self.state.optimizer, self.state.targets
+        optimizer.learning_rate = rate
+        values = [
+            _sparse.cast(_sparse.densify(grad), tf.as_dtype(targets[path].dtype))
+            for path, grad in grads.items()
+        ]
+        optimizer.apply_gradients(zip(values, [targets[p] for p in grads], strict=True))
 
 
 class State:
@@ -241,13 +339,15 @@ class State:
       optimizer: The optimizer.
       variables: Path -> variable, as the model holds it.
       targets: Path -> the same as `keras.Variable`.
+      cells: What is updated at once, in the order of the optimizer's own lists.
     """
 
     def __init__(self, optimizer: Optimizer, variables: dict[str, Variable]) -> None:
         self.optimizer = optimizer
         self.variables = variables
         self.targets = {path: _as_keras(path, v) for path, v in variables.items()}
-        self._index = {path: index for index, path in enumerate(variables)}
+        self.cells: list[Cell] = []
+        self._cell: dict[str, int] = {}
 
     def build(self) -> None:
         """Makes the slots.
@@ -256,8 +356,10 @@ class State:
           ValueError: Some of them aren't found by path.
         """
         optimizer = self.optimizer
-        optimizer.build(list(self.targets.values()))
-        found = [self.counters(), *map(self.slots, self._index)]
+        self.cells = cells_of(self.targets, fuse=type(optimizer) in _ELEMENTWISE)
+        self._cell = {path: n for n, cell in enumerate(self.cells) for path in cell.paths}
+        optimizer.build([cell.target for cell in self.cells])
+        found = [self.counters(), *map(self.slots_of, self.cells)]
         known = {id(variable) for named in found for variable in named.values()}
         known.add(id(tf_variable(optimizer._learning_rate)))
         lost = [v.name for v in optimizer.variables if id(tf_variable(v)) not in known]
@@ -271,18 +373,23 @@ class State:
         if optimizer.use_ema:
             # Keras fills the averages at its first update, of whichever variables take part then.
             averages = optimizer._model_variables_moving_average
-            for average, variable in zip(averages, self.targets.values(), strict=True):
+            for average, cell in zip(averages, self.cells, strict=True):
                 if average is not None:
-                    average.assign(variable)
+                    average.assign(cell.target)
 
-    def slots(self, path: str) -> dict[str, tf.Variable]:
-        """Slot -> variable, from the lists that Keras keeps parallel to its variables.
+    def slots(self, path: str) -> dict[str, Any]:
+        """Slot -> variable or piece of one, for one path.
 
         The names are Keras' attributes without the underscore.
         """
-        if path not in self._index:
+        if path not in self._cell:
             return {}
-        index, count = self._index[path], len(self._index)
+        cell = self.cells[self._cell[path]]
+        return {name: cell.slot(path, slot) for name, slot in self.slots_of(cell).items()}
+
+    def slots_of(self, cell: Cell) -> dict[str, tf.Variable]:
+        """Slot -> variable, from the lists that Keras keeps parallel to its variables."""
+        index, count = self._cell[cell.paths[0]], len(self.cells)
         return {
             name.lstrip("_"): tf_variable(value[index])
             for name, value in vars(self.optimizer).items()
@@ -322,3 +429,34 @@ def _takes_rows(optimizer: Optimizer) -> bool:
     ones. They get the dense gradient.
     """
     return type(optimizer).update_step in _ROW_RULES
+
+
+def _applies_alone(optimizer: Optimizer) -> bool:
+    """Does a subclass do the update by itself, in a way that must not be taken apart?"""
+    known = [kind._backend_update_step for kind in (Optimizer, keras.optimizers.Nadam)]
+    return applies_by_itself(optimizer) or type(optimizer)._backend_update_step not in known
+
+
+@contextlib.contextmanager
+def _rate_set(optimizer: Optimizer, rate: tf.Tensor) -> Iterator[Any]:
+    """Lets `optimizer.learning_rate` be a tensor for a while: some rules read it there.
+
+    Past Keras' attribute tracking, and without the cost of writing a variable. Muon multiplies
+    dtypes that only a `keras.Variable` promotes, so it gets one.
+    """
+    attributes = vars(optimizer)
+    kept = attributes["_learning_rate"]
+    if isinstance(optimizer, keras.optimizers.Muon):
+        kept.assign(rate)
+        yield kept
+        return
+    attributes["_learning_rate"] = rate
+    try:
+        yield rate
+    finally:
+        attributes["_learning_rate"] = kept
+
+
+def _count(counter: tf.Variable, some: Any = None) -> None:
+    """One update more, if the group took part."""
+    counter.assign_add(1 if some is None else tf.cast(some, counter.dtype))
