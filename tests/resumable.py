@@ -5,8 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfloop
-from tfloop import GradientsAccumulator, GradientsParams, ModuleOptimizer, ParamGroup
-from tfloop.data import DataLoader
+from tfloop import DataLoader, GradientsAccumulator, GradientsParams, ModuleOptimizer, ParamGroup
 
 
 def build_run():

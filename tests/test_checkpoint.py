@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import time
+import tracemalloc
 
 import keras
 import numpy as np
@@ -16,8 +17,14 @@ import tensorflow as tf
 from resumable import build_run, everything, run_on
 
 import tfloop
-from tfloop import Checkpoint, GradientsAccumulator, GradientsParams, ModuleOptimizer, ParamGroup
-from tfloop.data import DataLoader
+from tfloop import (
+    Checkpoint,
+    DataLoader,
+    GradientsAccumulator,
+    GradientsParams,
+    ModuleOptimizer,
+    ParamGroup,
+)
 
 KILLS = int(os.environ.get("TFLOOP_KILL_TESTS", "3"))
 
@@ -695,8 +702,6 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path):
 
 
 def test_a_restore_holds_one_copy_of_the_values(tmp_path):
-    import tracemalloc
-
     large = tf.Variable(tf.ones(1_000_000))
     checkpoint = Checkpoint(tmp_path, large=large)
     checkpoint.save(1)
@@ -757,11 +762,11 @@ def killed(process, begun, seconds):
         time.sleep(0.01)
     time.sleep(seconds)
     process.kill()
-    process.join(timeout=60)
+    process.join(timeout=600)
 
 
 def ended(process):
-    process.join(timeout=120)
+    process.join(timeout=600)
     assert process.exitcode == 0
 
 

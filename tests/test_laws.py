@@ -63,11 +63,15 @@ def test_a_keras_clone_has_the_paths_of_its_original(name):
 @pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
 @every_light_model
 def test_the_loop_equals_the_plain_one(name, mode):
-    """Adam in float64: every variable, statistic and seed after three steps to 1e-12."""
+    """In float64: every variable, statistic and seed after three steps to 1e-12.
+
+    With Adam; under XLA with SGD, which compiles in half the time (for the others see case 20).
+    """
+    kind = "SGD" if mode == "jit" else "Adam"
     with floating("float64"):
         reference_mode = mode if ZOO[name].is_random else "eager"
-        wanted = plain_loop(name, reference_mode, "Adam", "float64")
-        got, traces = our_loop(name, mode, keras.optimizers.Adam())
+        wanted = plain_loop(name, reference_mode, kind, "float64")
+        got, traces = our_loop(name, mode, getattr(keras.optimizers, kind)())
     assert_close(got, wanted, 1e-12)
     assert traces == (0 if mode == "eager" else 1)
 

@@ -362,6 +362,31 @@ def test_a_compiled_step_with_pieces_trains_as_one_with_the_batch():
         assert error <= 2e-6 * np.linalg.norm(expected), path
 
 
+def test_a_layer_frozen_later_is_left_out_of_compiled_pieces():
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    optim = ModuleOptimizer("sgd")
+
+    def fn(x):
+        with tfloop.Tape() as tape:
+            loss = tf.reduce_mean(net(x))
+        return GradientsParams.from_grads(tape.backward(loss), net), loss
+
+    @tfloop.compile
+    def step(x):
+        optim.step(1.0, net, microbatch(fn, x, num=2)[0])
+
+    step(tf.ones((4, 2)))
+    net.layers[0].trainable = False
+    before = {path: v.numpy() for path, v in tfloop.named_variables(net).items()}
+    step(tf.ones((4, 2)))
+    moved = [
+        path
+        for path, v in tfloop.named_variables(net).items()
+        if not np.array_equal(v.numpy(), before[path])
+    ]
+    assert moved == ["dense_1.kernel", "dense_1.bias"]
+
+
 # Bad input.
 
 

@@ -116,10 +116,12 @@ class GradientsParams(Mapping[str, Gradient]):
         del self._grads[path]
         return grad
 
+    @_traces.not_converted
     def get(self, path: str, default: Any = None) -> Any:
         """The gradient of a path, or `default` where there is none."""
         return self._grads.get(path, default)
 
+    @_traces.not_converted
     def copy(self) -> "GradientsParams":
         """A fresh container with the same gradients; the way to use gradients twice."""
         return type(self)(self._grads)

@@ -274,6 +274,7 @@ def _note_flags(module: Any) -> None:
         _traces.depends_on(unchecked_book(module))
 
 
+@_traces.not_converted
 def _call_with_values(module: Any, values: dict[int, Any], args: tuple, kwargs: dict) -> Any:
     """Runs a Keras model with tensors in the place of variables."""
     with keras.StatelessScope(state_mapping=list(values.values())):
@@ -307,7 +308,7 @@ def _checked_path(book: AddressBook, path: str, value: Any, call: str) -> str:
     canonical = book.resolve(path)
     if canonical is None:
         raise ValueError(
-            f"`{call}` got an unknown path: {book.unknown(path)} It was keyed by another model. "
+            f"`{call}` doesn't know a path: {book.unknown(path)} It was keyed by another model. "
             "List them all: `tfloop.named_variables(model)`."
         )
     variable = book.variables[canonical]

@@ -29,9 +29,9 @@ from tfloop._walk import Walk, leaves
 _MOST_ALIASES = 64
 
 _MSG_UNBUILT = (
-    "`{call}` needs a built model: got {model}, which has no variables yet. Variables are born "
-    "at the first call. Build it first: `model(sample_batch)`, or for Keras "
-    "`model.build(input_shape)`."
+    "`{call}` needs a built model: got {model}, which has no variables yet, expected one that was "
+    "called. Variables are born at the first call. Build it first: `model(sample_batch)`, or for "
+    "Keras `model.build(input_shape)`."
 )
 _MSG_NOT_A_MODEL = (
     "`{call}` needs a model: got {model}, expected a keras.Model or keras.Layer, a tf.Module, a "
@@ -202,7 +202,7 @@ class AddressBook:
     def unknown(self, path: object) -> str:
         """Words for an error: the path, what the model has, and near misses."""
         hint = did_you_mean(str(path), list(self.variables))
-        return f"{path!r} is no variable of {self.description}.{hint}"
+        return f"got {path!r}, expected a path of {self.description}.{hint}"
 
     def _is_thawed(self, path: str) -> bool:
         return all(layer.trainable for layer in _alive(self._gates[path]))

@@ -1,8 +1,9 @@
 """How an example meets its command line: flags in, one clear line for what the user got wrong."""
 
+import contextlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import absl.app
@@ -45,6 +46,15 @@ def run(main: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
             sys.exit(130)
 
     absl.app.run(with_config, argv=argv, flags_parser=parse)
+
+
+@contextlib.contextmanager
+def blaming(flag: str) -> Iterator[None]:
+    """Turns what a value or a file of the user's made impossible into one line about its flag."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UnusableInput(f"{flag} can't be used: {error}") from error
 
 
 def _fail(problem: object) -> NoReturn:

@@ -58,12 +58,16 @@ class TrainingConfig(tfloop.Config):
     num_workers: int = Field(4, ge=0, description="Batches prepared at the same time.")
     seed: int = Field(42, ge=0, lt=2**32, description="Of weights, dropout and order.")
     lr: float = Field(1e-4, ge=0, description="Learning rate.")
+    accumulate: int = Field(1, gt=0, description="Batches behind each update.")
     jit_compile: bool = Field(False, description="Compile the steps with XLA.")
     dataset: Literal["auto", "mnist", "digits"] = Field(
         "auto", description="auto: MNIST if it is there or its host answers, else the digits."
     )
     data_dir: str | None = Field(None, description="Where TFDS keeps its data sets.")
-    workdir: str | None = Field(None, description="Folder for settings, scalars and the plot.")
+    workdir: str | None = Field(
+        None, description="Folder for settings, checkpoints, scalars and the plot."
+    )
+    resume: bool = Field(False, description="Go on from the last checkpoint in --workdir.")
     log_every: int = Field(10, gt=0, description="Iterations between two lines.")
     model: ModelConfig = ModelConfig()
     optimizer: tfloop.AdamConfig = tfloop.AdamConfig()
@@ -100,6 +104,7 @@ def train(
     tfloop.seed(config.seed)
     model = tfloop.train(config.model.init())  # A view: `model(x)` runs in training mode.
     optim = config.optimizer.init()
+    window = tfloop.GradientsAccumulator(reduction="mean")
 
     def loader(images: _images.Images) -> tfloop.DataLoader:
         return tfloop.DataLoader(
@@ -119,29 +124,51 @@ def train(
             loss = cross_entropy(logits, batch.targets)
         # One gradient for every variable on the tape, then this model's by their paths.
         grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
-        optim.step(lr, model, grads)
+        if config.accumulate == 1:
+            optim.step(lr, model, grads)
+        else:
+            window.accumulate(model, grads, weight=tf.shape(batch.targets)[0])
         return loss, percent_correct(logits, batch.targets)
+
+    @tfloop.compile(jit_compile=config.jit_compile)
+    def update(lr: float) -> None:
+        optim.step(lr, model, window)  # The mean over the samples of all its batches.
 
     @tfloop.compile(jit_compile=config.jit_compile)
     def valid_step(batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         logits = model.valid()(batch.images)  # No dropout, and nothing recorded.
         return cross_entropy(logits, batch.targets), percent_correct(logits, batch.targets)
 
+    checkpoint, done = None, 0
+    if config.workdir is not None:
+        objects = {"model": model, "optim": optim, "train": train_loader, "valid": test_loader}
+        checkpoint = tfloop.Checkpoint(f"{config.workdir}/checkpoints", **objects)
+        if config.resume:
+            with _command.blaming("--resume"):
+                done = checkpoint.restore() or 0  # The epochs behind it, or None.
+
     lengths = {"Train": len(train_loader), "Valid": len(test_loader)}
     with Report(config, lengths, workdir=config.workdir, log_every=config.log_every) as report:
-        for epoch in range(1, config.num_epochs + 1):
+        for epoch in range(done + 1, config.num_epochs + 1):
             for iteration, batch in enumerate(train_loader):
                 loss, accuracy = train_step(batch, config.lr)
                 report.iteration("Train", epoch, iteration, loss, accuracy, len(batch.targets))
+                full = (iteration + 1) % config.accumulate == 0
+                if config.accumulate > 1 and (full or iteration + 1 == lengths["Train"]):
+                    update(config.lr)
             for iteration, batch in enumerate(test_loader):
                 loss, accuracy = valid_step(batch)
                 report.iteration("Valid", epoch, iteration, loss, accuracy, len(batch.targets))
             report.epoch(epoch)
+            if checkpoint is not None:
+                checkpoint.save(epoch)
     return report
 
 
 def main(config: TrainingConfig) -> None:
     """Finds the images and trains."""
+    if config.resume and config.workdir is None:
+        raise _command.UnusableInput("--resume needs the folder of the run: --workdir=FOLDER.")
     train(config, *_images.load(config.dataset, config.data_dir))
 
 
