@@ -142,7 +142,7 @@ def _chosen(
         canonical = book.resolve(path) if isinstance(path, str) else None
         if canonical is None:
             raise ValueError(
-                f"`{_FROM_GRADS}` doesn't know a path of the list: {book.unknown(path)} It is "
+                f"`{_FROM_GRADS}` got an unknown path: {book.unknown(path)} It is "
                 "misspelt, or another model's. List them all: `tfloop.named_parameters(model)`."
             )
         if canonical in parameters:

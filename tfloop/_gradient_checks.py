@@ -63,7 +63,7 @@ def known_path(book: AddressBook, path: str, call: str) -> str:
     canonical = book.resolve(path)
     if canonical is None:
         raise ValueError(
-            f"`{call}` doesn't know the path of a gradient: {book.unknown(path)} It was keyed by "
+            f"`{call}` got the gradient of an unknown path: {book.unknown(path)} It was keyed by "
             "another model. Key it by this one: `GradientsParams.from_grads(grads, model)`."
         )
     return canonical

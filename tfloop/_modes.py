@@ -308,7 +308,7 @@ def _checked_path(book: AddressBook, path: str, value: Any, call: str) -> str:
     canonical = book.resolve(path)
     if canonical is None:
         raise ValueError(
-            f"`{call}` doesn't know a path: {book.unknown(path)} It was keyed by another model. "
+            f"`{call}` got an unknown path: {book.unknown(path)} It was keyed by another model. "
             "List them all: `tfloop.named_variables(model)`."
         )
     variable = book.variables[canonical]

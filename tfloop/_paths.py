@@ -202,7 +202,7 @@ class AddressBook:
     def unknown(self, path: object) -> str:
         """Words for an error: the path, what the model has, and near misses."""
         hint = did_you_mean(str(path), list(self.variables))
-        return f"got {path!r}, expected a path of {self.description}.{hint}"
+        return f"{path!r}, expected a path of {self.description}.{hint}"
 
     def _is_thawed(self, path: str) -> bool:
         return all(layer.trainable for layer in _alive(self._gates[path]))
