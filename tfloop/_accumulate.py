@@ -43,8 +43,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     LayerNormalization, freeze the BatchNormalization, or raise its momentum to `m ** (1 / k)`.
     Dropout draws a mask per micro-batch.
 
-    An empty window raises, and so does one whose weights sum to 0. XLA drops asserts: there the step
-    leaves everything as it is.
+    An empty window raises, and so does one whose weights sum to 0. XLA drops asserts: there the
+    step leaves everything as it is.
 
     One copy of the trainable parameters in memory: float32 buffers, float64 for float64 parameters,
     made by `build`, which the first `accumulate` calls. `tfloop.Checkpoint` and
