@@ -51,13 +51,27 @@ class Words(keras.Model):
         super().__init__()
         self.embedding = keras.layers.Embedding(ROWS, 4, dtype=dtype)
         self.dense = keras.layers.Dense(3, dtype=dtype)
+        self.more = self.further_layers(dtype)
         self(np.zeros((1, 2), np.int32))
         rng = np.random.default_rng(0)
         for variable in self.weights:
             variable.assign(rng.normal(size=variable.shape))
 
+    def further_layers(self, dtype):
+        return []
+
     def call(self, ids):
-        return self.dense(self.embedding(ids))
+        x = self.dense(self.embedding(ids))
+        for layer in self.more:
+            x = layer(x)
+        return x
+
+
+class Many(Words):
+    """So many small variables that elementwise rules update them as one vector."""
+
+    def further_layers(self, dtype):
+        return [keras.layers.Dense(size, dtype=dtype) for size in (2, 5, 1)]
 
 
 def gradient_table(model, steps=STEPS, seed=1, sparse=True):

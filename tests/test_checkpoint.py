@@ -743,7 +743,7 @@ def processes():
 
 def save_without_end(directory, begun):
     """What another process does: the same number everywhere, and the next one."""
-    large = tf.Variable(tf.zeros(2_000_000))
+    large = tf.Variable(tf.zeros(1_000_000))
     checkpoint = Checkpoint(directory, max_to_keep=2, large=large)
     step = checkpoint.restore() or 0
     open(begun, "w").close()
@@ -773,7 +773,7 @@ def ended(process):
 def test_a_process_killed_in_the_middle_of_large_files_leaves_a_whole_checkpoint(
     tmp_path, processes
 ):
-    large, chance, last = tf.Variable(tf.zeros(2_000_000)), random.Random(), 0
+    large, chance, last = tf.Variable(tf.zeros(1_000_000)), random.Random(), 0
     checkpoint = Checkpoint(tmp_path / "run", max_to_keep=2, large=large)
     for _ in range(KILLS):
         begun = tmp_path / "begun"

@@ -10,6 +10,7 @@ import tensorflow as tf
 from optimizer_helpers import (
     OPTIMIZERS,
     RATE,
+    Many,
     Words,
     assert_close,
     assert_equal,
@@ -214,17 +215,19 @@ def test_a_layer_added_later_gets_state():
 # Groups in mid-training.
 
 
-def test_a_group_added_later_clears_the_state_of_what_it_takes_and_of_nothing_else():
-    model = Words()
+@pytest.mark.parametrize("make_model", [Words, Many])
+def test_a_group_added_later_clears_what_it_takes_and_nothing_else(make_model):
+    model = make_model()
     optim = ModuleOptimizer(keras.optimizers.Nadam(use_ema=True)).with_group(
         NAME("bias"), keras.optimizers.Adam()
     )
     for seed in range(3):
         optim.step(RATE, model, grads_of(model, seed))
-    values, kept = values_of(model), {p: optim.state(p) for p in (EMBEDDINGS, BIAS)}
+    others = [path for path in tfloop.named_parameters(model) if path != KERNEL]
+    values, kept = values_of(model), {path: optim.state(path) for path in others}
     counters = [group.update.counters() for group in optim._groups]
     counters = [{name: c.numpy() for name, c in counter.items()} for counter in counters]
-    assert optim.with_group(NAME("kernel"), keras.optimizers.Nadam()) is optim
+    assert optim.with_group(ParamGroup.from_path(KERNEL), keras.optimizers.Nadam()) is optim
     assert float(tf.norm(optim.state(KERNEL)["momentums"])) == 0.0
     for path, state in kept.items():
         assert_equal(optim.state(path), state)

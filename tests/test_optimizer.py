@@ -309,7 +309,7 @@ BAD_GRADIENTS = {
     "an unknown path": (
         GradientsParams({"dense.kernle": tf.ones((4, 3))}),
         ValueError,
-        r"got the gradient of an unknown path: 'dense.kernle'.*Did you mean 'dense.kernel'",
+        r"path.*'dense.kernle'.*Did you mean 'dense.kernel'",
     ),
     "another shape": (
         GradientsParams({KERNEL: tf.ones((3, 4))}),
@@ -477,7 +477,7 @@ def test_state_is_refused_before_build_and_for_unknown_paths():
         optim.state(KERNEL)
     optim.build(Words())
     with pytest.raises(
-        KeyError, match="got an unknown path: 'dense.kernal'.*Did you mean 'dense.k"
+        KeyError, match="doesn't know the path: got 'dense.kernal'.*Did you mean 'den"
     ):
         optim.state("dense.kernal")
     state = optim.state(KERNEL)

@@ -10,6 +10,7 @@ from optimizer_helpers import (
     KINDS,
     OPTIMIZERS,
     RATE,
+    Many,
     Words,
     assert_equal,
     gradient_table,
@@ -49,16 +50,20 @@ def restore(path, optim, model):
 
 
 @pytest.mark.parametrize(
-    ("name", "deferred"),
-    [*((name, False) for name in OPTIMIZERS), *((name, True) for name in KINDS)],
+    ("make_model", "name", "deferred"),
+    [
+        *((Words, name, False) for name in OPTIMIZERS),
+        *((Many, name, False) for name in OPTIMIZERS),
+        *((Words, name, True) for name in KINDS),
+    ],
 )
-def test_a_restored_run_continues_bit_for_bit(name, deferred, tmp_path):
+def test_a_restored_run_continues_bit_for_bit(make_model, name, deferred, tmp_path):
     def make():
         given = OPTIMIZERS[name]()
         given.use_ema = True
         return ModuleOptimizer(given).with_group(NAME("bias"), keras.optimizers.Nadam())
 
-    model, other = Words(), Words()
+    model, other = make_model(), make_model()
     optim, fresh = make(), make()
     train(optim, model)
     path = save(tmp_path, optim, model)
@@ -88,8 +93,9 @@ def test_the_order_of_the_groups_does_not_matter(tmp_path):
         assert_equal(fresh.state(name), optim.state(name))
 
 
-def test_a_group_may_be_parted_since(tmp_path):
-    model, other = Words(), Words()
+@pytest.mark.parametrize("make_model", [Words, Many])
+def test_a_group_may_be_parted_since(make_model, tmp_path):
+    model, other = make_model(), make_model()
     optim = ModuleOptimizer("adam")
     train(optim, model)
     path = save(tmp_path, optim, model)

@@ -10,6 +10,7 @@ from optimizer_helpers import (
     MODES,
     OPTIMIZERS,
     RATE,
+    Many,
     Words,
     assert_close,
     assert_equal,
@@ -41,34 +42,39 @@ def test_the_registry_holds_every_optimizer_of_keras():
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("make_model", "name", "mode"),
     [
-        *((name, "graph") for name in OPTIMIZERS),
-        *((name, mode) for name in CLASSES for mode in ("eager", "jit")),
+        *((Words, name, "graph") for name in OPTIMIZERS),
+        *((Words, name, mode) for name in CLASSES for mode in ("eager", "jit")),
+        *((Many, name, "graph") for name in OPTIMIZERS),
+        *((Many, name, "jit") for name in ("Adam", "Nadam", "centered")),
     ],
 )
-def test_one_group_equals_keras_on_dense_gradients(name, mode):
+def test_one_group_equals_keras_on_dense_gradients(make_model, name, mode):
     rate = float(OPTIMIZERS[name]().learning_rate.numpy())
-    reference, model = Words(), Words()
+    reference, model = make_model(), make_model()
     table = gradient_table(model)
     expected = run_keras([(OPTIMIZERS[name](), list(table))], reference, table, mode)
     found = run_tfloop(ModuleOptimizer(OPTIMIZERS[name]()), model, table, mode, rate)
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("make_model", [Words, Many])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_several_rates_in_one_optimizer_equal_optimizers_of_these_rates(name):
-    reference, model = Words(), Words()
+def test_several_rates_in_one_optimizer_equal_optimizers_of_these_rates(name, make_model):
+    reference, model = make_model(), make_model()
     table = gradient_table(model, steps=5)
+    biases = [path for path in table if path.endswith("bias")]
+    rest = [path for path in table if path not in (EMBEDDINGS, *biases)]
     split = []
-    for path, rate in ((EMBEDDINGS, 0.01), (KERNEL, 0.003), (BIAS, 0.03)):
+    for paths, rate in (([EMBEDDINGS], 0.01), (rest, 0.003), (biases, 0.03)):
         optimizer = OPTIMIZERS[name]()
         optimizer.learning_rate = rate
-        split.append((optimizer, [path]))
+        split.append((optimizer, paths))
     expected = run_keras(split, reference, table, "eager", steps=5)
     rates = (
         ModuleLearningRate(0.01)
-        .with_group(ParamGroup.from_name("dense"), 0.003)
+        .with_group(ParamGroup.from_name("kernel"), 0.003)
         .with_group(ParamGroup.from_name("bias"), multiplier=3.0)
     )
     optim = ModuleOptimizer(OPTIMIZERS[name]())
@@ -145,11 +151,12 @@ def test_the_gradient_of_a_tape_serves_every_kind_of_rule(name, jit):
     assert losses[0] > losses[2]
 
 
+@pytest.mark.parametrize("make_model", [Words, Many])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_parameter_without_gradient_is_wholly_untouched(name):
+def test_a_parameter_without_gradient_is_wholly_untouched(name, make_model):
     given = OPTIMIZERS[name]()
     given.use_ema, given.ema_momentum = True, 0.9
-    model = Words()
+    model = make_model()
     table = gradient_table(model, 6)
     optim = ModuleOptimizer(given).build(model)
     for i in range(2):
@@ -164,14 +171,43 @@ def test_a_parameter_without_gradient_is_wholly_untouched(name):
     assert not np.array_equal(model.dense.bias, before[BIAS])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("every", [None, 3])
-def test_moving_averages_equal_keras(every, mode):
+@pytest.mark.parametrize("make_model", [Words, Many])
+def test_what_is_assigned_between_two_steps_counts(make_model):
+    model = make_model()
+    grads = {path: tf.ones(v.shape) for path, v in tfloop.named_parameters(model).items()}
+    optim = ModuleOptimizer(keras.optimizers.SGD(0.25, momentum=0.5))
+    step = tfloop.compile(lambda: optim.step(None, model, GradientsParams(grads)) and None)
+    for move in (0.25, 0.375):
+        for variable in model.weights:
+            variable.assign(tf.zeros(variable.shape))
+        step()
+        for variable in model.weights:
+            np.testing.assert_array_equal(variable, tf.fill(variable.shape, -move))
+
+
+def test_a_constraint_among_many_holds():
+    model = Many()
+    model.more[0].kernel.constraint = keras.constraints.NonNeg()
+    optim = ModuleOptimizer(keras.optimizers.Adam(0.5))
+    optim.step(None, model, GradientsParams(row_of(gradient_table(model, 1), 0)))
+    assert model.more[0].kernel.numpy().min() == 0.0
+    assert model.more[1].kernel.numpy().min() < 0.0
+
+
+@pytest.mark.parametrize(
+    ("make_model", "every", "mode"),
+    [
+        *((Words, every, mode) for every in (None, 3) for mode in MODES),
+        (Many, 3, "eager"),
+        (Many, 3, "graph"),
+    ],
+)
+def test_moving_averages_equal_keras(make_model, every, mode):
     def make():
         options = {"use_ema": True, "ema_momentum": 0.7, "ema_overwrite_frequency": every}
         return keras.optimizers.Adam(RATE, **options)
 
-    reference, model, given = Words(), Words(), make()
+    reference, model, given = make_model(), make_model(), make()
     table = gradient_table(model, 7, sparse=False)
     expected = run_keras([(given, list(table))], reference, table, mode, 7)
     optim = ModuleOptimizer(make())
@@ -290,6 +326,20 @@ def test_an_apply_of_ones_own_takes_one_rate_and_no_average():
         ModuleOptimizer(Doubled(use_ema=True))
 
 
+def test_an_apply_of_ones_own_cannot_depend_on_a_run():
+    model = Words()
+    optim, window = ModuleOptimizer(Doubled()).build(model), tfloop.GradientsAccumulator()
+    window.accumulate(model, GradientsParams({KERNEL: tf.ones((4, 3))}))
+    before = values_of(model)
+    with pytest.raises(
+        ValueError, match=r"update of Doubled depend on a run.*`optim.step\(lr, mod"
+    ):
+        tf.function(lambda: optim.step(0.5, model, window) and None)()
+    assert_equal(values_of(model), before)
+    optim.step(0.5, model, window)  # what got a gradient is known here
+    np.testing.assert_allclose(model.dense.kernel, before[KERNEL] - 1.0, rtol=1e-5)
+
+
 class Network(tf.Module):
     """Raw TensorFlow variables, one of them constrained."""
 
@@ -328,8 +378,9 @@ def test_muon_tells_raw_matrices_by_their_path():
     assert set(ModuleOptimizer(given).build(model).state("embedding")) == {"momentums"}
 
 
-def test_decay_comes_before_the_update_and_spares_what_was_excluded():
-    model = Words()
+@pytest.mark.parametrize("make_model", [Words, Many])
+def test_decay_comes_before_the_update_and_spares_what_was_excluded(make_model):
+    model = make_model()
     for variable in model.weights:
         variable.assign(tf.ones(variable.shape))
     given = keras.optimizers.SGD(weight_decay=0.5)

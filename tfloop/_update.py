@@ -25,7 +25,7 @@ from tfloop._given import (
     copy_of,
 )
 from tfloop._messages import listed
-from tfloop._paths import Variable, is_variable, tf_variable
+from tfloop._paths import Variable, is_variable, tf_variable, variable_id
 from tfloop._sparse import Gradient
 
 _BUILD = "ModuleOptimizer.build(model)"
@@ -93,7 +93,7 @@ class GroupUpdate:
         return optimizer.weight_decay or None
 
     def state_for(self, variables: Mapping[str, Variable]) -> "State":
-        """Makes the state for a set of variables; those that have state under their path keep it.
+        """Makes the state for a set of variables; those that have state keep it.
 
         Nothing of this object changes until the result is put into `state`.
 
@@ -113,9 +113,11 @@ class GroupUpdate:
         for name, counter in new.counters().items():
             if name in counts:
                 counter.assign(counts[name])
+        # Sought by the variable: a layer put in before others renumbers their paths.
+        known = {variable_id(variable): path for path, variable in old.variables.items()}
         for path, variable in variables.items():
-            if old.variables.get(path) is variable:
-                kept = old.slots(path)
+            if variable_id(variable) in known:
+                kept = old.slots(known[variable_id(variable)])
                 for name, slot in new.slots(path).items():
                     slot.assign(tf.convert_to_tensor(kept[name]))
         return new
@@ -127,6 +129,11 @@ class GroupUpdate:
     def counters(self) -> dict[str, tf.Variable]:
         """The state that the whole group shares: its iterations, and what else Keras counts."""
         return self.state.counters()
+
+    def rate_variable(self) -> dict[str, tf.Variable]:
+        """The rate of the optimizer that was given, where it is state: set by `learning_rate = x`."""
+        rate = self.given._learning_rate
+        return {"learning_rate": tf_variable(rate)} if is_variable(rate) else {}
 
     def own_rate(self) -> Any:
         """The rate of the optimizer that was given: a number, a tensor or a variable.
