@@ -40,6 +40,8 @@ OPTIMIZERS = {
 }
 # One of each class, for modes that take long.
 CLASSES = [name for name in OPTIMIZERS if name not in ("SGD", "nesterov", "amsgrad", "RMSprop")]
+# Those that update many small variables as one vector.
+ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("Adafactor", "Lamb", "Muon")]
 # Those that stand for a kind of rule, where all classes would take too long.
 KINDS = ("momentum", "AdamW", "Nadam", "Ftrl", "Muon")
 

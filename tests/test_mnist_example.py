@@ -7,6 +7,7 @@ import os
 import pathlib
 import pty
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -32,6 +33,10 @@ LINE = r"\[(Train|Valid) - Epoch (\d+) - Iteration (\d+)\] Loss \d+\.\d{3} \| Ac
 @pytest.fixture(scope="module")
 def digits():
     return _images.load("digits", None)
+
+
+# One worker runs these tests when the suite runs in parallel: they share one epoch.
+on_mnist = pytest.mark.xdist_group("mnist")
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +176,7 @@ class TestData:
             server.shutdown()
         assert not _images._host_answers()
 
+    @on_mnist
     def test_auto_takes_mnist_where_it_is_prepared(self, mnist_run, capsys):
         (train, test), _, _ = mnist_run
         assert (train.images.shape, test.images.shape) == ((60000, 28, 28), (10000, 28, 28))
@@ -186,11 +192,13 @@ class TestNumbers:
         mine = [iteration.loss for iteration in report.history["Train"][:50]]
         assert mine == pytest.approx(by_hand(config, *digits[0], 50), rel=1e-5)
 
+    @on_mnist
     def test_the_losses_on_mnist_are_those_of_a_loop_by_hand(self, mnist_run):
         (train, _), config, report = mnist_run
         mine = [iteration.loss for iteration in report.history["Train"][:50]]
         assert mine == pytest.approx(by_hand(config, *train, 50), rel=1e-5)
 
+    @on_mnist
     def test_one_epoch_of_mnist_gives_97_percent(self, mnist_run):
         _, _, report = mnist_run
         assert report.averages["Valid"][0].accuracy > 97
@@ -402,6 +410,7 @@ class TestBadInput:
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert f"MNIST under --data_dir={tmp_path} can't be read: " in err
 
+    @on_mnist
     def test_a_truncated_data_set_is_one_line(self, command, tmp_path, mnist_run):
         copy = tmp_path / "mnist" / "3.0.1"
         copy.mkdir(parents=True)
@@ -443,16 +452,17 @@ class TestProcess:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
     def test_it_runs_as_a_program_and_its_first_line_comes_soon(self, tmp_path):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         arguments = ["--lr=1e-3", "--num_epochs=1", "--batch_size=600"]
         process = start(*arguments, cwd=tmp_path, **self.pipes)
-        lines = [process.stdout.readline(), process.stdout.readline()]
-        assert time.perf_counter() - began < 30
-        out, err = process.communicate(timeout=120)
-        lines += out.splitlines()
+        out, err = process.communicate(timeout=240)
+        lines = out.splitlines()
+        # An epoch of three steps is over in 30 s of CPU time, which other processes don't slow.
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 30
         assert process.returncode == 0, err
         assert lines[0].startswith("Data: scikit-learn's 1,797 UCI digits")
-        assert re.fullmatch(LINE, lines[1].strip()).groups() == ("Train", "1", "0")
+        assert re.fullmatch(LINE, lines[1]).groups() == ("Train", "1", "0")
         assert re.fullmatch(LINE, lines[2]).groups() == ("Valid", "1", "0")
         assert lines[3].startswith("[Epoch 1] Train loss ")
         assert "\x1b" not in out  # The progress bar is for terminals.
@@ -463,7 +473,7 @@ class TestProcess:
             if "Epoch 2 - Iteration 0" in line:
                 break
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 130, err
         assert "Traceback" not in err
         assert re.search(r"^Interrupted after \d+ iterations.$", out, re.MULTILINE)
@@ -484,7 +494,7 @@ class TestProcess:
                     os.write(mine, b"\x03")
                     is_told = True
         os.close(mine)
-        assert process.wait(timeout=60) == 130, text
+        assert process.wait(timeout=240) == 130, text
         assert "Traceback" not in text
         assert re.search(r"Interrupted after \d+ iterations.", text)
         assert re.search(r"Train 1 .*━.*%", text)

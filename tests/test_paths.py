@@ -221,6 +221,7 @@ def test_a_child_that_points_to_its_parent_adds_no_path():
     parent.child, child.parent, child.w = child, parent, tf.Variable(1.0)
     assert list(named_variables(parent)) == ["child.w"]
     assert address_book(parent).paths_of("child.w") == ("child.w",)
+    assert address_book({"p": parent}).paths_of("p.child.w") == ("p.child.w",)
 
 
 def test_the_attribute_of_a_functional_subclass_is_another_path():

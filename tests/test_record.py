@@ -53,7 +53,7 @@ def restore(path, optim, model):
     ("make_model", "name", "deferred"),
     [
         *((Words, name, False) for name in OPTIMIZERS),
-        *((Many, name, False) for name in OPTIMIZERS),
+        *((Many, name, False) for name in KINDS),
         *((Words, name, True) for name in KINDS),
     ],
 )

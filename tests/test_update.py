@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from optimizer_helpers import (
     CLASSES,
+    ELEMENTWISE,
     KINDS,
     MODES,
     OPTIMIZERS,
@@ -46,7 +47,7 @@ def test_the_registry_holds_every_optimizer_of_keras():
     [
         *((Words, name, "graph") for name in OPTIMIZERS),
         *((Words, name, mode) for name in CLASSES for mode in ("eager", "jit")),
-        *((Many, name, "graph") for name in OPTIMIZERS),
+        *((Many, name, "graph") for name in ELEMENTWISE),
         *((Many, name, "jit") for name in ("Adam", "Nadam", "centered")),
     ],
 )
@@ -59,8 +60,10 @@ def test_one_group_equals_keras_on_dense_gradients(make_model, name, mode):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("make_model", [Words, Many])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "make_model"),
+    [*((name, Words) for name in OPTIMIZERS), *((name, Many) for name in ELEMENTWISE)],
+)
 def test_several_rates_in_one_optimizer_equal_optimizers_of_these_rates(name, make_model):
     reference, model = make_model(), make_model()
     table = gradient_table(model, steps=5)
@@ -151,8 +154,10 @@ def test_the_gradient_of_a_tape_serves_every_kind_of_rule(name, jit):
     assert losses[0] > losses[2]
 
 
-@pytest.mark.parametrize("make_model", [Words, Many])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "make_model"),
+    [*((name, Words) for name in OPTIMIZERS), *((name, Many) for name in ELEMENTWISE)],
+)
 def test_a_parameter_without_gradient_is_wholly_untouched(name, make_model):
     given = OPTIMIZERS[name]()
     given.use_ema, given.ema_momentum = True, 0.9
@@ -331,9 +336,7 @@ def test_an_apply_of_ones_own_cannot_depend_on_a_run():
     optim, window = ModuleOptimizer(Doubled()).build(model), tfloop.GradientsAccumulator()
     window.accumulate(model, GradientsParams({KERNEL: tf.ones((4, 3))}))
     before = values_of(model)
-    with pytest.raises(
-        ValueError, match=r"update of Doubled depend on a run.*`optim.step\(lr, mod"
-    ):
+    with pytest.raises(ValueError, match=r"update of Doubled depend on a run.*accumulator.grads"):
         tf.function(lambda: optim.step(0.5, model, window) and None)()
     assert_equal(values_of(model), before)
     optim.step(0.5, model, window)  # what got a gradient is known here

@@ -252,7 +252,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         canonical = self._book.resolve(path)
         if canonical is None:
             raise KeyError(
-                f"`ModuleOptimizer.state(path)` doesn't know the path: {self._book.unknown(path)} "
+                f"`ModuleOptimizer.state(path)` got an unknown path: {self._book.unknown(path)} "
                 "`tfloop.named_parameters(model)` lists them all."
             )
         update = self._groups[self._owner.get(canonical, 0)].update

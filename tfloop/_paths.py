@@ -10,9 +10,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from tfloop import _traces
 from tfloop._graphs import Variable as Variable
 from tfloop._graphs import ids_below
@@ -314,7 +311,3 @@ def _signature(outermost: list[Any], layers: Iterable[Any], holders: list[Any]) 
     attributes = [len(vars(layer)) for layer in layers]  # a new one may be what Keras ignores
     held = [frozenset(ids_below([*vars(holder).values()])) for holder in holders]
     return (*tracked, *attributes, *held)
-
-
-def _layers_under(module: tf.Module) -> Iterator[Any]:
-    yield from module._flatten(predicate=lambda leaf: isinstance(leaf, keras.layers.Layer))

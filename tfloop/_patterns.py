@@ -114,7 +114,7 @@ def layers(call: str, values: Iterable[Any]) -> tuple[Any, ...]:
 
     found = [_paths.unwrap(layer) for layer in flat(values)]
     for layer in found:
-        if not hasattr(layer, "variables"):
+        if not _paths.is_model(layer):
             raise TypeError(
                 _MSG_KIND.format(
                     call=call,
@@ -160,10 +160,7 @@ def variables_of(layer: Any) -> Iterator[Variable]:
     """The variables that a layer or module has now."""
     from tfloop import _paths
 
-    yield from layer.variables
-    if hasattr(layer, "submodules"):  # a tf.Module overlooks the Keras layers that it holds
-        for part in _paths._layers_under(layer):
-            yield from part.variables
+    yield from _paths.variables_below(layer)
 
 
 def shown(parts: tuple[Any, ...]) -> str:

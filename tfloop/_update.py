@@ -131,7 +131,7 @@ class GroupUpdate:
         return self.state.counters()
 
     def rate_variable(self) -> dict[str, tf.Variable]:
-        """The rate of the optimizer that was given, where it is state: set by `learning_rate = x`."""
+        """The rate of the optimizer that was given, where that is a variable, and so state."""
         rate = self.given._learning_rate
         return {"learning_rate": tf_variable(rate)} if is_variable(rate) else {}
 
