@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import flagsaver
+from native import again_after_native_abort, check_not_aborted
 
 import tfloop
 from tfloop.examples import _command, _images, mnist
@@ -451,11 +452,13 @@ def start(*arguments, **options):
 class TestProcess:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
+    @again_after_native_abort
     def test_it_runs_as_a_program_and_its_first_line_comes_soon(self, tmp_path):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         arguments = ["--lr=1e-3", "--num_epochs=1", "--batch_size=600"]
         process = start(*arguments, cwd=tmp_path, **self.pipes)
         out, err = process.communicate(timeout=240)
+        check_not_aborted(process.returncode)
         lines = out.splitlines()
         # An epoch of three steps is over in 30 s of CPU time, which other processes don't slow.
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -467,6 +470,7 @@ class TestProcess:
         assert lines[3].startswith("[Epoch 1] Train loss ")
         assert "\x1b" not in out  # The progress bar is for terminals.
 
+    @again_after_native_abort
     def test_sigint_ends_it_cleanly_with_what_it_has(self, tmp_path):
         process = start("--num_epochs=1000", f"--workdir={tmp_path}", **self.pipes)
         for line in process.stdout:
@@ -474,12 +478,14 @@ class TestProcess:
                 break
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=240)
+        check_not_aborted(process.returncode)
         assert process.returncode == 130, err
         assert "Traceback" not in err
         assert re.search(r"^Interrupted after \d+ iterations.$", out, re.MULTILINE)
         assert scalars(tmp_path / "valid")["loss"]
         assert (tmp_path / "curves.png").exists()
 
+    @again_after_native_abort
     def test_ctrl_c_on_a_terminal_ends_it_and_the_bar(self, tmp_path):
         mine, theirs = pty.openpty()
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
@@ -494,7 +500,8 @@ class TestProcess:
                     os.write(mine, b"\x03")
                     is_told = True
         os.close(mine)
-        assert process.wait(timeout=240) == 130, text
+        check_not_aborted(process.wait(timeout=240))
+        assert process.returncode == 130, text
         assert "Traceback" not in text
         assert re.search(r"Interrupted after \d+ iterations.", text)
         assert re.search(r"Train 1 .*━.*%", text)

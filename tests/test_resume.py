@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+from native import again_after_native_abort, check_not_aborted
+
 ROOT = pathlib.Path(__file__).parents[1]
 COMMAND = [
     *(sys.executable, "-m", "tfloop.examples.mnist", "--dataset", "digits", "--lr", "1e-3"),
@@ -26,6 +28,7 @@ def start(*arguments: str) -> subprocess.Popen:
 
 def last_epoch(process: subprocess.Popen) -> list[str]:
     printed, problems = process.communicate()
+    check_not_aborted(process.returncode)
     assert process.returncode == 0, problems
     return [line for line in printed.splitlines() if line.startswith("[Valid - Epoch 3 ")]
 
@@ -33,12 +36,14 @@ def last_epoch(process: subprocess.Popen) -> list[str]:
 def the_error(process: subprocess.Popen) -> str:
     """The one line for the user; TensorFlow's own lines about the machine stand around it."""
     _, printed = process.communicate()
+    check_not_aborted(process.returncode)
     assert process.returncode == 2
     assert "Traceback" not in printed
     (line,) = [line for line in printed.splitlines() if line.startswith("error: ")]
     return line
 
 
+@again_after_native_abort
 def test_a_killed_run_resumes_and_ends_with_the_same_lines(tmp_path):
     undisturbed = start("--workdir", str(tmp_path / "whole"))
     killed = start("--workdir", str(tmp_path / "killed"))
@@ -47,6 +52,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_lines(tmp_path):
             killed.send_signal(signal.SIGKILL)
             break
     killed.communicate()
+    check_not_aborted(killed.returncode)
     assert killed.returncode == -signal.SIGKILL
     resumed = last_epoch(start("--workdir", str(tmp_path / "killed"), "--resume"))
     assert resumed == last_epoch(undisturbed)
@@ -59,6 +65,7 @@ def test_resume_without_a_workdir_is_one_clear_line():
     )
 
 
+@again_after_native_abort
 def test_resume_of_another_model_is_one_clear_line(tmp_path):
     first = start("--workdir", str(tmp_path), "--num_epochs", "1", "--accumulate", "1")
     first.communicate()
