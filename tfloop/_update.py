@@ -203,11 +203,10 @@ class GroupUpdate:
         """
         optimizer = self.state.optimizer
         grads = {path: grad for _, share in parts for path, grad in share.items()}
-        rates = {
-            path: tf.cast(rate, optimizer._learning_rate.dtype)
-            for rate, share in parts
-            for path in share
-        }
+        rates: dict[str, tf.Tensor] = {}
+        for rate, share in parts:
+            # Cast once, so that variables of one rate are seen to share it.
+            rates |= dict.fromkeys(share, tf.cast(rate, optimizer._learning_rate.dtype))
         with keras.name_scope(optimizer.name):
             if _applies_alone(optimizer):
                 self._apply_alone(grads, next(iter(rates.values())), when)
