@@ -202,7 +202,7 @@ def test_what_got_nothing_stays_bit_equal_with_its_state_whatever_the_windows_ho
         update()
         history.append(state(optim))
         for key, value in history[-1].items():
-            reached = key[0] in "".join(names) or key.startswith("total")
+            reached = key[0] in "".join(names) or key == "total/iterations"
             assert np.array_equal(value, history[-2][key]) != reached, (names, key)
     counts = {k: int(v) for k, v in history[-1].items() if k.endswith("/iterations")}
     assert counts == {
@@ -240,7 +240,7 @@ def test_counters_that_a_group_shares_stay_too(mode):
             f"{group.optimizer}.{name}": counter.numpy()
             for group in optim.records()
             for name, counter in group.counters.items()
-            if name != "learning_rate"
+            if name not in ("learning_rate", "skipped")
         }
 
     before = counters()
@@ -438,7 +438,7 @@ def test_buffers_are_one_copy_of_the_trainable_parameters():
     trainable = sum(4 * int(np.prod(v.shape)) for v in tfloop.named_parameters(net).values())
     before = live_bytes()
     window = GradientsAccumulator(reduction="mean").build(net)
-    counters = 3 * 8 + 2  # count, weight, layout; a flag for each of gamma and beta
+    counters = 3 * 8 + 2 * 4  # count, weight, layout; a flag for each of gamma and beta
     assert live_bytes() - before == trainable + counters
     assert trainable == 2 * 4 * 50
     for _ in range(3):

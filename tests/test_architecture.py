@@ -19,7 +19,7 @@ PUBLIC = {
     *("ModuleLearningRate", "ModuleLrScheduler", "schedulers"),
     *("GradientsAccumulator", "microbatch"),
     *("train", "valid", "blend", "to_device"),
-    *("compile", "seed", "DataLoader", "Checkpoint"),
+    *("LossScaler", "compile", "seed", "strategy", "DataLoader", "Checkpoint"),
     *("Config", "OptimizerConfig", "AdamConfig", "flags"),
 }
 

@@ -504,10 +504,10 @@ def test_it_reads_well():
     assert tf.function(lambda: len(repr(optim)))() > 0
 
 
-def test_a_strategy_of_several_replicas_is_refused():
+def test_a_step_outside_of_the_replicas_is_refused():
     model = Scalar()
     optim = ModuleOptimizer("sgd").build(model)
     strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
-    with strategy.scope(), pytest.raises(RuntimeError, match="was called under OneDeviceStrategy"):
+    with strategy.scope(), pytest.raises(RuntimeError, match="outside of the replicas: got OneDev"):
         optim.step(0.1, model, scalar_grads())
     assert float(model.w) == 1.0

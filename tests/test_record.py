@@ -339,7 +339,7 @@ def test_a_record_is_one_line_of_json_and_raw_values():
     assert [group["optimizer"] for group in groups] == ["SGD", "ModuleOptimizer"]
     assert groups[0]["members"] == [EMBEDDINGS, KERNEL, BIAS]
     assert groups[0]["entries"][0] == ["embedding.embeddings/momentums", "float32", [6, 4]]
-    assert groups[1]["entries"] == [["/iterations", "int64", []]]
+    assert groups[1]["entries"] == [[f"/{n}", "int64", []] for n in ("iterations", "skipped")]
     sizes = [np.dtype(d).itemsize * int(np.prod(s)) for g in groups for _, d, s in g["entries"]]
     assert sum(sizes) == len(body)
 

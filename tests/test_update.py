@@ -466,7 +466,9 @@ def test_slots_follow_their_paths_when_the_set_of_variables_changes():
     named = tfloop.named_parameters(model)
     update = GroupUpdate(keras.optimizers.Nadam(0.1), "call")
     update.state = update.state_for(named)
-    update.apply([(tf.constant(0.1), {path: tf.ones(v.shape) for path, v in named.items()})])
+    ones = {path: tf.ones(v.shape) for path, v in named.items()}
+    work = update.prepared([(tf.constant(0.1), ones)])
+    work.run(tf.distribute.get_strategy(), work.inputs, work.some)
     before = {path: values_of_slots(update, path) for path in named}
     product = float(update.counters()["u_product"])
     assert update.state_for(dict(named)) is update.state  # nothing changed, nothing made

@@ -18,10 +18,11 @@ from tfloop._microbatch import microbatch
 from tfloop._modes import train, valid
 from tfloop._optimizer import ModuleOptimizer
 from tfloop._paths import named_parameters, named_variables
+from tfloop._scaling import LossScaler
 from tfloop._tape import Tape, total_loss
 from tfloop.config import AdamConfig, Config, OptimizerConfig
 from tfloop.data import DataLoader
-from tfloop.runtime import seed
+from tfloop.runtime import seed, strategy
 from tfloop.schedulers._module import ModuleLrScheduler
 from tfloop.schedulers._rates import ModuleLearningRate
 
@@ -36,6 +37,7 @@ __all__ = [
     "Gradients",
     "GradientsAccumulator",
     "GradientsParams",
+    "LossScaler",
     "ModuleLearningRate",
     "ModuleLrScheduler",
     "ModuleOptimizer",
@@ -50,6 +52,7 @@ __all__ = [
     "named_variables",
     "schedulers",
     "seed",
+    "strategy",
     "to_device",
     "total_loss",
     "train",

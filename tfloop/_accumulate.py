@@ -7,12 +7,12 @@ touches an optimizer: what a window becomes is decided by `ModuleOptimizer.step`
 import io
 import zipfile
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfloop import _sparse, _traces
+from tfloop import _replicas, _sparse, _traces
 from tfloop._gradients import GradientsParams
 from tfloop._messages import described, listed
 from tfloop._paths import AddressBook, address_book, root_key
@@ -22,6 +22,21 @@ from tfloop._weights import checked_weight, divided, weighted
 _ACCUMULATE = "accumulator.accumulate(model, grads)"
 _RESTORE = "restoring a GradientsAccumulator"
 _DAMAGED = (ValueError, EOFError, KeyError, OSError, zipfile.BadZipFile)
+
+
+class Window(NamedTuple):
+    """What was accumulated on this replica, as a step takes it.
+
+    Attributes:
+      sums: Path -> sum of the weighted gradients.
+      weight: What the sums are to be divided by, or `None` for plain sums.
+      present: Path -> did it get anything, a scalar bool; or `None` where that is known now, and
+        `sums` holds those that did.
+    """
+
+    sums: dict[str, Gradient]
+    weight: tf.Tensor | None
+    present: dict[str, tf.Tensor] | None
 
 
 class GradientsAccumulator(tf.train.experimental.PythonState):
@@ -47,7 +62,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     step leaves everything as it is.
 
     One copy of the trainable parameters in memory: float32 buffers, float64 for float64 parameters,
-    made by `build`, which the first `accumulate` calls. `tfloop.Checkpoint` and
+    made by `build`, which the first `accumulate` calls. Under a strategy each replica has its own,
+    and nothing is sent between them before the step. `tfloop.Checkpoint` and
     `tf.train.Checkpoint` save the window by path, so a run resumes exactly in the middle of one.
 
     Args:
@@ -87,7 +103,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                     ("count", [], tf.int64),
                     ("weight", [], tf.float64),
                     ("layout", [], tf.int64),
-                    ("present", [0], tf.bool),
+                    ("present", [0], tf.float32),
                 )
             ]
         )
@@ -95,12 +111,19 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
 
     @property
     def count(self) -> tf.Variable:
-        """The micro-batches in the window so far: an int64 scalar variable."""
+        """The micro-batches in the window so far: an int64 scalar variable.
+
+        Under a strategy `build` puts another in its place.
+        """
         return self._count
 
     @property
     def weight(self) -> tf.Variable:
-        """The sum of their weights: a float64 scalar variable; the count for `"sum"`."""
+        """The sum of their weights: a float64 scalar variable; the count for `"sum"`.
+
+        On a replica it is that of the replica, outside the sum of all. Under a strategy `build`
+        puts another in its place.
+        """
         return self._weight
 
     @property
@@ -137,7 +160,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             are scattered into the buffer and never made dense.
           weight: For `"mean"`, how much this micro-batch counts: its samples or tokens when the
             loss is a mean over them; 1 by default. At a weight of 0 nothing is added, even where a
-            mean over nothing made the gradients NaN. `"sum"` takes none.
+            mean over nothing made the gradients NaN. `"sum"` takes none. In
+            `tfloop.compile(strategy=...)` a replica counts by its share of the batch.
 
         Mutates: self; nothing if a check raises.
         Graph mode: works, jitted too. A tensor weight that is negative or not finite raises when
@@ -161,7 +185,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "none: a sum has no weights. For the mean over samples make it with "
                 "`GradientsAccumulator(reduction='mean')`."
             )
-        weight = checked_weight(_ACCUMULATE, 1 if weight is None else weight)
+        weight, factor = self._weights(weight)
         book = self._prepare(model, _ACCUMULATE)
         trainable = book.parameters()
         checked = grads.checked(book, _ACCUMULATE)
@@ -171,14 +195,17 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             for path, grad in received.items():
                 buffer = self._buffers[path]
                 grad = _sparse.cast(grad, buffer.dtype)
-                if self.reduction == "mean":
-                    grad = weighted(grad, weight)
+                if factor is not None:
+                    grad = weighted(grad, factor)
                 if _sparse.is_sparse(grad):
-                    buffer.scatter_add(grad)
+                    # Variables of a strategy have no `scatter_add`; each replica's handle has.
+                    tf.raw_ops.ResourceScatterAdd(
+                        resource=buffer.handle, indices=grad.indices, updates=grad.values
+                    )
                 else:
                     buffer.assign_add(grad, read_value=False)  # reading it back slows the trace
-            flags = tf.constant([path in received for path in self._buffers], tf.bool)
-            self._present.assign(tf.logical_or(self._present, flags))
+            flags = tf.constant([float(path in received) for path in self._buffers], tf.float32)
+            self._present.assign(tf.maximum(self._present, flags))
             self._weight.assign_add(weight)
             self._count.assign_add(1)
 
@@ -201,8 +228,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         """
         if self._book is not None:
             _traces.depends_on(self)
-        grads, _ = self._window("accumulator.grads()")
-        self.reset()
+        window = self._window("accumulator.grads()")
+        with tf.control_dependencies(self.checks("accumulator.grads()", window.weight)):
+            grads = means(window)
+            self.reset()
         return GradientsParams(grads)
 
     @_traces.not_converted
@@ -212,15 +241,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         for variable in (self._count, self._weight, self._present, *self._buffers.values()):
             variable.assign(tf.zeros_like(variable))
 
-    def window(
-        self, model: Any, call: str
-    ) -> tuple[dict[str, Gradient], dict[str, tf.Tensor] | None]:
-        """What the step takes; `reset` empties the window afterwards.
-
-        Returns:
-          Path -> gradient, and path -> did it get anything, a scalar bool; or, where that is known
-          now, only the gradients that did, and `None`.
-        """
+    def window(self, model: Any, call: str) -> Window:
+        """What the step takes; `reset` empties the window afterwards."""
         self._prepare(model, call)
         return self._window(call)
 
@@ -232,7 +254,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         """The window: `count`, `weight`, and `<reduction>/<path>` for each that got anything."""
         if self._restored:
             return self._restored
-        flags = self._present.numpy()
+        flags = self._present.numpy() > 0
         held = (pair for pair, there in zip(self._buffers.items(), flags, strict=True) if there)
         sums = {f"{self.reduction}/{path}": buffer for path, buffer in held}
         return {"count": self._count, "weight": self._weight, **sums}
@@ -244,7 +266,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
           ValueError: Another reduction, an unknown path, another shape or dtype.
         """
         sums = self._sums_of(state, self._buffers)
-        flags = np.array([path in sums for path in self._buffers], bool)
+        flags = np.array([path in sums for path in self._buffers], np.float32)
         pairs = [(self._count, state["count"]), (self._weight, state["weight"])]
         for path, buffer in self._buffers.items():
             nothing = np.broadcast_to(buffer.dtype.as_numpy_dtype(0), buffer.shape)
@@ -313,13 +335,21 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             buffer = self._buffers.get(before)
             if buffer is None and path in trainable:
                 zeros = tf.zeros(variable.shape, _sparse.accumulation_dtype(variable.dtype))
-                buffer = tf.Variable(zeros, trainable=False, name=f"sum/{path}")
+                with _replicas.scope_of([variable]):
+                    buffer = tf.Variable(zeros, name=f"sum/{path}", **_replicas.SUMMED)
             if buffer is not None:
                 buffers[path] = buffer
-                present.append(flags.get(before, False))
+                present.append(flags.get(before, 0.0))
         self._sums_of(self._restored, buffers)  # raises before anything is changed
         self._model, self._book, self._buffers = model, book, buffers
-        self._present = tf.Variable(present, dtype=tf.bool, trainable=False, name="present")
+        home = list(book.variables.values())
+        with _replicas.scope_of(home):
+            self._present = tf.Variable(
+                present, dtype=tf.float32, name="present", **_replicas.SUMMED
+            )
+        self._count = _replicas.at_home(self._count, home, _replicas.OF_THE_FIRST)
+        self._weight = _replicas.at_home(self._weight, home, _replicas.SUMMED)
+        self._layout = _replicas.at_home(self._layout, home, _replicas.ALIKE)
         self._version += 1
         self._layout.assign(self._version)
         if self._restored:
@@ -327,53 +357,65 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 variable.assign(value)
             self._restored = {}
 
-    def _window(self, call: str) -> tuple[dict[str, Gradient], dict[str, tf.Tensor] | None]:
-        eager = tf.executing_eagerly()
+    def _weights(self, weight: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """How much a micro-batch counts, and by what its gradients are multiplied, if at all."""
+        share = _replicas.share()
+        if share is None or weight is not None:
+            weight = checked_weight(_ACCUMULATE, 1 if weight is None else weight)
+            return weight, weight if self.reduction == "mean" else None
+        # The parts of a batch count as much together as the batch would on one device.
+        part = tf.cast(share.rows, tf.float64) / tf.cast(tf.maximum(share.of, 1), tf.float64)
+        if self.reduction == "mean":
+            return part, part
+        return tf.constant(1.0, tf.float64), part * share.replicas
+
+    def _window(self, call: str) -> Window:
+        # What differs between replicas must not decide what they do: they reduce together.
+        known = tf.executing_eagerly() and not _replicas.is_replica()
         if self._restored:
             raise RuntimeError(
                 f"`{call}` can't tell yet what a restored window belongs to: got no model so far, "
                 "expected one. Build it first: `accumulator.build(model)`."
             )
-        if self._book is None or (eager and self._count.numpy() == 0):
+        if self._book is None or (known and self._count.numpy() == 0):
             raise RuntimeError(
                 f"`{call}` found an empty window: got 0 micro-batches, expected at least 1. "
                 "Nothing was accumulated since the last update. "
                 "Add some: `accumulator.accumulate(model, grads)`."
             )
-        if eager and self.reduction == "mean" and self._weight.numpy() == 0:
-            raise ValueError(
-                f"`{call}` can't take the mean: got weights that sum to 0, expected more. All "
-                "micro-batches were empty. Drop them: `accumulator.reset()`."
-            )
-        with tf.control_dependencies(self._checks(call)):
-            # XLA drops the checks: there, nothing is received by a window that holds nothing. All
-            # that `reset` writes is read here, so that it waits for the checks elsewhere.
-            is_held = tf.logical_and(self._count > 0, self._weight > 0)
-            there = tf.logical_and(self._present, is_held)
-            flags = there.numpy() if eager else tf.unstack(there, len(self._buffers))
-            present = dict(zip(self._buffers, flags, strict=True))
-            grads = {
-                path: self._reduced(buffer)
-                for path, buffer in self._buffers.items()
-                if not eager or present[path]
-            }
-        return grads, None if eager else present
+        weight = tf.identity(self._weight) if self.reduction == "mean" else None
+        there = self._present > 0
+        flags = there.numpy() if known else tf.unstack(there, len(self._buffers))
+        present = dict(zip(self._buffers, flags, strict=True))
+        sums = {
+            path: tf.identity(buffer)
+            for path, buffer in self._buffers.items()
+            if not known or present[path]
+        }
+        return Window(sums, weight, None if known else present)
 
-    def _reduced(self, buffer: tf.Variable) -> tf.Tensor:
-        """The sum, or the mean over the weights."""
-        if self.reduction == "sum":
-            return tf.identity(buffer)
-        return divided(tf.identity(buffer), self._weight)
+    def checks(self, call: str, weight: tf.Tensor | None) -> list[tf.Operation]:
+        """Refuses an empty window, and in a trace says so when it runs.
 
-    def _checks(self, call: str) -> list[tf.Operation]:
-        """The conditions of `_window` where only a run can tell."""
+        Args:
+          call: The public call, for messages.
+          weight: What all sums together are to be divided by.
+
+        Raises:
+          ValueError: The weights sum to 0.
+        """
         if tf.executing_eagerly():
+            if weight is not None and weight.numpy() == 0:
+                raise ValueError(
+                    f"`{call}` can't take the mean: got weights that sum to 0, expected more. All "
+                    "micro-batches were empty. Drop them: `accumulator.reset()`."
+                )
             return []
         empty = f"`{call}` found an empty window: nothing was accumulated since the last update"
         checks = [tf.raw_ops.Assert(condition=self._count > 0, data=[empty])]
-        if self.reduction == "mean":
+        if weight is not None:
             zero = f"`{call}` can't take the mean: the weights sum to 0"
-            checks.append(tf.raw_ops.Assert(condition=self._weight > 0, data=[zero]))
+            checks.append(tf.raw_ops.Assert(condition=weight > 0, data=[zero]))
         return [*checks, *self._freshness(call)]
 
     def _freshness(self, call: str) -> list[tf.Operation]:
@@ -422,3 +464,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                     "since the window was saved. Begin a new one: `accumulator.reset()`."
                 )
         return sums
+
+
+def means(window: Window) -> dict[str, Gradient]:
+    """Path -> gradient: the sums, or the means over the weights."""
+    if window.weight is None:
+        return window.sums
+    return {path: divided(total, window.weight) for path, total in window.sums.items()}

@@ -15,12 +15,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfloop import _traces
+from tfloop import _distribution, _replicas, _traces
 from tfloop._messages import described
 from tfloop._traces import Dependency
 
 
-def compile(fn: Callable[..., Any] | None = None, *, jit_compile: bool = False) -> Any:  # noqa: A001
+def compile(  # noqa: A001
+    fn: Callable[..., Any] | None = None,
+    *,
+    jit_compile: bool = False,
+    strategy: tf.distribute.Strategy | None = None,
+) -> Any:
     """Compiles a step, as decorator or call.
 
     The function becomes a `tf.function` with these rules. Python numbers (not bools) become
@@ -32,6 +37,12 @@ def compile(fn: Callable[..., Any] | None = None, *, jit_compile: bool = False) 
       fn: The step. Batches and rates are arguments; models, optimizers and loss functions are best
         captured. Structures of tensors, `GradientsParams` and `ModuleLearningRate` may cross.
       jit_compile: Compile with XLA. Asserts are dropped then, and each new shape compiles again.
+      strategy: Run the step on every replica of it. The first argument is the batch then: tensors
+        with one common leading axis, of which each replica gets its share of rows, or what
+        `strategy.experimental_distribute_dataset` yields. The other arguments are the same for all.
+        A step in it weighs each replica by its rows, so that the result is that of one device. What
+        replicas return comes back as one: floating scalars as their mean weighted by rows, whole
+        scalars as their sum, the rest end to end. Models are built in `strategy.scope()`.
 
     Returns:
       A `CompiledStep`, called as `fn` is; without `fn`, a decorator that makes one.
@@ -39,7 +50,8 @@ def compile(fn: Callable[..., Any] | None = None, *, jit_compile: bool = False) 
     Graph mode: called inside another trace, it becomes a part of that one, as a `tf.function` does.
 
     Raises:
-      TypeError: `fn` isn't callable.
+      TypeError: `fn` isn't callable, or `strategy` is none.
+      ValueError: `jit_compile` around several replicas, which TensorFlow can't do.
 
     Example:
       >>> import tfloop
@@ -54,8 +66,20 @@ def compile(fn: Callable[..., Any] | None = None, *, jit_compile: bool = False) 
             f"`tfloop.compile(jit_compile=...)` got {described(jit_compile)}, expected True or "
             "False. Write `@tfloop.compile(jit_compile=True)`."
         )
+    if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
+        raise TypeError(
+            f"`tfloop.compile(strategy=...)` got {described(strategy)}, expected a "
+            "tf.distribute.Strategy or None. Make one: `strategy=tfloop.strategy('auto')`."
+        )
+    if jit_compile and strategy is not None and strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            f"`tfloop.compile(jit_compile=True, strategy=...)` got {type(strategy).__name__} with "
+            f"{strategy.num_replicas_in_sync} replicas, expected one: XLA can't compile around "
+            "replicas. Compile what is inside: decorate the function that computes the loss and "
+            "its gradients with `@tf.function(jit_compile=True)`."
+        )
     if fn is None:
-        return functools.partial(compile, jit_compile=jit_compile)
+        return functools.partial(compile, jit_compile=jit_compile, strategy=strategy)
     if isinstance(fn, CompiledStep):
         fn = fn.python_function
     if not callable(fn) or isinstance(fn, type):
@@ -76,7 +100,7 @@ def compile(fn: Callable[..., Any] | None = None, *, jit_compile: bool = False) 
             "or coroutine, expected `return`. A trace runs to its end at once. Loop outside: "
             "`for batch in loader: step(batch)`."
         )
-    return CompiledStep(fn, jit_compile)
+    return CompiledStep(fn, jit_compile, strategy)
 
 
 class CompiledStep:
@@ -87,11 +111,17 @@ class CompiledStep:
       trace_count: How often it has been traced.
     """
 
-    def __init__(self, fn: Callable[..., Any], jit_compile: bool) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        jit_compile: bool,
+        strategy: tf.distribute.Strategy | None = None,
+    ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.python_function = fn
         self.trace_count = 0
         self._jit_compile = jit_compile
+        self._strategy = None if _replicas.is_default(strategy) else strategy
         self._attribute = getattr(fn, "__name__", None)
         self._program: _Program | None = None
         self._lock = threading.Lock()
@@ -117,7 +147,8 @@ class CompiledStep:
         """Methods work too: each instance gets a step of its own."""
         if instance is None:
             return self
-        bound = CompiledStep(self.python_function.__get__(instance, owner), self._jit_compile)
+        method = self.python_function.__get__(instance, owner)
+        bound = CompiledStep(method, self._jit_compile, self._strategy)
         if not isinstance(getattr(instance, "__dict__", None), dict):
             raise TypeError(
                 f"`tfloop.compile` can't keep the step {self._attribute!r}: got "
@@ -131,12 +162,20 @@ class CompiledStep:
 
     def __deepcopy__(self, memo: dict) -> "CompiledStep":
         """A step of its own, bound to the copy where it is a method."""
-        return CompiledStep(copy.deepcopy(self.python_function, memo), self._jit_compile)
+        fn = copy.deepcopy(self.python_function, memo)
+        return CompiledStep(fn, self._jit_compile, self._strategy)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         # With `tf.config.run_functions_eagerly(True)` there is no trace to count.
         self.trace_count += not tf.executing_eagerly()
-        return self.python_function(*args, **kwargs)
+        if self._strategy is None:
+            return self.python_function(*args, **kwargs)
+        if not args:
+            raise TypeError(
+                f"`{self._attribute}(batch)` needs its batch as first argument: got none, expected "
+                "what is spread over the replicas. Pass it by position: `step(batch, lr=lr)`."
+            )
+        return _distribution.run(self._strategy, self.python_function, args[0], args[1:], kwargs)
 
     def _traceable(self, fn: Callable[..., Any]) -> Any:
         options = {"jit_compile": True} if self._jit_compile else {}

@@ -12,13 +12,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfloop import _backward, _gradient_checks, _sparse, _traces
+from tfloop import _backward, _gradient_checks, _reduction, _replicas, _sparse, _traces
 from tfloop._backward import Gradients as Gradients
 from tfloop._backward import gradient_name
 from tfloop._groups import ParamGroup, as_group
 from tfloop._messages import described, did_you_mean, listed
 from tfloop._paths import AddressBook, address_book
 from tfloop._sparse import Gradient
+from tfloop._weights import checked_weight
 
 _MSG_CONSUMED = (
     "`{call}` can't use these gradients again: got some that `{consumer}` has consumed, expected "
@@ -214,6 +215,32 @@ class GradientsParams(Mapping[str, Gradient]):
         grads = self._fresh("grads.to_device(device)")
         with tf.device(device):
             return type(self)(tf.nest.map_structure(tf.identity, grads, expand_composites=True))
+
+    @_traces.not_converted
+    def reduce(self, weight: Any = None) -> "GradientsParams":
+        """The mean over the replicas of the strategy, the same on each.
+
+            sum of weight_i * grad_i / sum of weight_i
+
+        For reading or changing what all replicas have together. `step` does it by itself, unless
+        its optimizer has `reduction=None`, which is then the right one. On one device it is a copy.
+
+        Args:
+          weight: How much this replica counts, as in `ModuleOptimizer.step`.
+
+        Raises:
+          ValueError: The weight is negative, not finite or no scalar; they sum to 0.
+          RuntimeError: It is called outside of the replicas.
+        """
+        call = "grads.reduce(weight)"
+        grads = self._fresh(call)
+        _replicas.check_context(call, {})
+        share = _replicas.share()
+        if weight is not None:
+            weight = checked_weight(call, weight)
+        elif share is not None:
+            weight = tf.cast(share.rows, tf.float64)
+        return type(self)(_reduction.total(grads, weight, reduction="mean").grads)
 
     @_traces.not_converted
     def dot(self, other: "GradientsParams") -> tf.Tensor:

@@ -1,16 +1,18 @@
 """`ModuleOptimizer`: state and routing by path, and the order of a step.
 
-A step goes clip, rate, update; all its checks come before its first change. Who owns which
-parameter is decided in `_routing`, how one group's variables are updated is `_update`'s business,
-and how state is written down `_record`'s.
+A step goes reduce, finite?, clip, rate, update; all its checks come before its first change. Who
+owns which parameter is decided in `_routing`, what replicas have together in `_reduction`, how one
+group's variables are updated is `_update`'s business, and how state is written down `_record`'s.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import tensorflow as tf
 
-from tfloop import _record, _summary, _traces
-from tfloop._accumulate import GradientsAccumulator
+from tfloop import _record, _reduction, _replicas, _sparse, _summary, _traces
+from tfloop._accumulate import GradientsAccumulator, Window
 from tfloop._clipping import GradientClipping
 from tfloop._given import as_keras_optimizer
 from tfloop._gradients import GradientsParams
@@ -18,9 +20,11 @@ from tfloop._groups import ParamGroup, as_group
 from tfloop._messages import described
 from tfloop._paths import AddressBook, address_book, root_key
 from tfloop._routing import Group, check_clipping, owners
+from tfloop._scaling import LossScaler
 from tfloop._sparse import Gradient
-from tfloop._step_checks import STEP, as_rate, assert_current, assert_sound
+from tfloop._step_checks import STEP, as_rate, assert_counts, assert_current, assert_sound
 from tfloop._update import GroupUpdate, State
+from tfloop._weights import checked_weight
 from tfloop.schedulers._rates import ModuleLearningRate
 
 
@@ -28,8 +32,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     """Applies gradients to a model, each parameter by the optimizer of its group.
 
     The optimizer given here serves every parameter that no group takes. A step consumes the
-    gradients. Its order is: clip per group, rate, then the Keras update with its decay. A
-    parameter without a gradient is untouched: no decay, no change of its state. Each group counts
+    gradients. Its order is: reduce over replicas, skip if not finite (where asked for), clip per
+    group, rate, then the Keras update with its decay. A parameter without a gradient is untouched:
+    no decay, no change of its state. Each group counts
     the steps that it took part in; bias correction, Keras schedules and moving averages follow
     that count. State is made by `build`, which the first step calls.
 
@@ -41,12 +46,18 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         of the object given, only `learning_rate` is read later. Its `clipnorm`, `clipvalue` or
         `global_clipnorm` becomes the group's clipping.
       clipping: `GradientClipping` for the parameters that no group takes; groups don't inherit it.
+      reduction: How the gradients of replicas become one: `"mean"`, weighted by `step(weight=...)`;
+        `"sum"`; or `None` for gradients that are reduced already, by `grads.reduce()`.
+      scaler: A `LossScaler`, for float16; it is this optimizer's from now on. Hand it to each
+        `Tape(scaler=optim.scaler)`.
+      skip_nonfinite: Skip updates with a gradient that isn't finite, as a scaler does. The update
+        of all groups on all replicas is skipped, and `skipped` counts it.
       strict: Raise for a group that serves no parameter; `False` only warns.
 
     Raises:
-      TypeError: It isn't an optimizer, or not a clipping.
-      ValueError: The optimizer would do something twice or at the wrong time (accumulation, loss
-        scaling), or has already been used.
+      TypeError: It isn't an optimizer, not a clipping, or not a scaler.
+      ValueError: Another reduction; a scaler of another optimizer; the optimizer would do something
+        twice or at the wrong time (accumulation, loss scaling), or has already been used.
 
     Example:
       >>> import keras, tensorflow as tf, tfloop
@@ -64,11 +75,22 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         optimizer: Any,
         *,
         clipping: GradientClipping | None = None,
+        reduction: str | None = "mean",
+        scaler: LossScaler | None = None,
+        skip_nonfinite: bool = False,
         strict: bool = True,
     ) -> None:
         call = "ModuleOptimizer(optimizer)"
         optimizer = as_keras_optimizer(optimizer, call)  # None can freeze a group, not everything
+        _reduction.check_reduction(call, reduction)
+        if scaler is not None and not isinstance(scaler, LossScaler):
+            raise TypeError(
+                f"`{call}` got {described(scaler)} as scaler, expected a LossScaler or None. "
+                "Write `ModuleOptimizer(optimizer, scaler=tfloop.LossScaler())`."
+            )
         self._strict = strict
+        self._reduction = reduction
+        self._skips = bool(skip_nonfinite) or scaler is not None
         self._groups = [Group(ParamGroup.all(), optimizer, clipping, call)]
         self._model: Any = None
         self._book: AddressBook | None = None
@@ -76,8 +98,14 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         self._pending: bytes | None = None
         self._version = 0
         counter = {"dtype": tf.int64, "trainable": False}
-        self._iterations = _traces.eagerly(lambda: tf.Variable(0, name="iterations", **counter))
-        self._routing = _traces.eagerly(lambda: tf.Variable(0, name="routing", **counter))
+        self._iterations, self._skipped, self._routing = _traces.eagerly(
+            lambda: [
+                tf.Variable(0, name=n, **counter) for n in ("iterations", "skipped", "routing")
+            ]
+        )
+        self._scaler = scaler
+        if scaler is not None:
+            scaler.own(call)
 
     @_traces.not_converted
     def with_group(
@@ -150,7 +178,14 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return self
 
     @_traces.not_converted
-    def step(self, lr: Any, model: Any, grads: GradientsParams | GradientsAccumulator) -> Any:
+    def step(
+        self,
+        lr: Any,
+        model: Any,
+        grads: GradientsParams | GradientsAccumulator,
+        *,
+        weight: Any = None,
+    ) -> Any:
         """Updates the parameters that have a gradient.
 
         Args:
@@ -159,6 +194,10 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           model: The root, or a view of it.
           grads: Gradients by path, consumed; or a `GradientsAccumulator`, whose window is used with
             its weights and emptied. Those of frozen parameters are dropped.
+          weight: How much this replica's gradient counts in the mean over replicas: the samples or
+            tokens behind it. By default all count alike, or in `tfloop.compile(strategy=...)` by
+            the rows of the batch that they got. At 0 a replica adds nothing, not even NaN. On one
+            device it changes nothing.
 
         Returns:
           `model`, as it was given.
@@ -167,46 +206,63 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           tensor, or a trace per value); a trace older than the routing raises at its next call,
           except under XLA. A tensor rate that is negative or not finite raises when it runs, except
           under XLA.
+        Replicas: call it on each, in `strategy.run` or `tfloop.compile(strategy=...)`; not inside a
+          `tf.cond` there. One all-reduce for the dense gradients of each dtype, packed, and one
+          for sparse ones. Moving statistics of BatchNormalization become their mean along with
+          it, unless `reduction` is `None`.
 
         Raises:
           ValueError: `grads` is empty, has an unknown path or another shape; the rate is negative
-            or not finite; the optimizer belongs to another root.
+            or not finite; the weights sum to 0; the optimizer belongs to another root.
           TypeError: A wrong kind of argument.
-          RuntimeError: `grads` was consumed before, or the window is empty.
+          RuntimeError: `grads` was consumed before, the window is empty, or it is called outside
+            of the replicas.
         """
         if not isinstance(grads, (GradientsParams, GradientsAccumulator)):
             raise TypeError(
                 f"`{STEP}` needs a GradientsParams: got {described(grads)}. Gradients are applied "
                 "by path. Key them: `GradientsParams.from_grads(tape.backward(loss), model)`."
             )
-        _refuse_replicas()
         rate = lr if isinstance(lr, ModuleLearningRate) or lr is None else as_rate(lr)
         book = self._prepare(model, STEP)
+        _replicas.check_context(STEP, book.variables)
+        weight = self._checked_weight(grads, weight)
+        window = None
         if isinstance(grads, GradientsAccumulator):
-            found, present = grads.window(model, STEP)
-        else:
-            found, present = grads.checked(book, STEP), None
-        plans = [
-            (update, self._with_rates(rate, group, update, group.clipped(share), book))
-            for group, update, share in self._routed(found, book)
-        ]
+            window = grads.window(model, STEP)
+        found = grads.checked(book, STEP) if window is None else window.sums
+        routed = self._routed(found, book)
+        total = self._reduced([share for *_, share in routed], window, weight, book)
+        plans = []
+        for group, update, share in routed:
+            bounded = group.clipped({path: total.grads[path] for path in share})
+            plans.append((update, self._with_rates(rate, group, update, bounded, book)))
         checks = self._checks(plans)
+        if isinstance(grads, GradientsAccumulator):
+            checks += grads.checks(STEP, total.weight if grads.reduction == "mean" else None)
+        elif weight is not None:
+            checks += assert_counts(total.weight)
+        finite = []
+        if self._skips:
+            flags = [_sparse.all_finite(grad) for grad in total.grads.values()]
+            finite = [tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)]
         # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
         with tf.control_dependencies(checks):
+            works = [update.prepared(parts, total.present) for update, parts in plans]
             if isinstance(grads, GradientsAccumulator):
                 grads.reset()
             else:
                 grads._consume(STEP)
-            if present is None:
-                for update, parts in plans:
-                    update.apply(parts)
-                updated = tf.constant(bool(plans))
-            else:
-                for update, parts in plans:
-                    update.apply(parts, present)
-                took_part = [present[p] for _, parts in plans for _, share in parts for p in share]
-                updated = tf.reduce_any(tf.stack(took_part)) if plans else tf.constant(False)
-            self._iterations.assign_add(tf.cast(updated, tf.int64))
+            updated = tf.constant(bool(plans))
+            if total.present is not None and plans:
+                updated = tf.reduce_any(tf.stack(list(total.present.values())))
+            _replicas.once(
+                functools.partial(self._apply, [work.run for work in works]),
+                [(work.inputs, work.some) for work in works],
+                updated,
+                finite,
+                total.statistics,
+            )
         return model
 
     @_traces.not_converted
@@ -261,8 +317,26 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
     @property
     def iterations(self) -> tf.Variable:
-        """The steps in which anything was updated: an int64 scalar variable."""
+        """The steps in which anything was updated: an int64 scalar variable.
+
+        Under a strategy `build` puts another in its place.
+        """
         return self._iterations
+
+    @property
+    def skipped(self) -> tf.Variable:
+        """The steps that were left out for a gradient that wasn't finite, like `iterations`."""
+        return self._skipped
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The scaler that was given; `Tape(scaler=optim.scaler)` takes it, `None` too."""
+        return self._scaler
+
+    @property
+    def reduction(self) -> str | None:
+        """How the gradients of replicas become one."""
+        return self._reduction
 
     @property
     def root(self) -> Any:
@@ -343,6 +417,13 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         for variable, value in restored:
             variable.assign(value)
         self._pending = None
+        home = list(book.variables.values())
+        for name in ("_iterations", "_skipped", "_routing"):
+            moved = _replicas.at_home(getattr(self, name), home, _replicas.ALIKE)
+            setattr(self, name, moved)
+        if self._scaler is not None:
+            self._scaler.move_home(home)
+        _replicas.spread_seeds(home)
         self._model, self._book, self._owner, self._groups = model, book, owner, groups
         self._mark_changed()
 
@@ -398,6 +479,95 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         rates = rate.rates()
         return [(as_rate(rates[bucket]), part) for bucket, part in parts.items()]
 
+    def _checked_weight(
+        self, grads: GradientsParams | GradientsAccumulator, weight: Any
+    ) -> tf.Tensor | None:
+        """How much this replica counts, or `None` where all count alike."""
+        accumulator = grads if isinstance(grads, GradientsAccumulator) else None
+        if weight is not None:
+            own = accumulator is not None and accumulator.reduction == "mean"
+            if own or self._reduction != "mean":
+                other = "an accumulator that has weights of its own" if own else "no mean"
+                raise ValueError(
+                    f"`{STEP}` got weight={described(weight)} with {other}, expected none: nothing "
+                    "is left to be weighed. Leave it out: `optim.step(lr, model, grads)`."
+                )
+            return checked_weight(STEP, weight)
+        share = _replicas.share()
+        if share is None or self._reduction is None:
+            return None
+        if accumulator is None:
+            return tf.cast(share.rows, tf.float64) if self._reduction == "mean" else None
+        if self._reduction == "sum" and accumulator.reduction == "sum":
+            raise ValueError(
+                f"`{STEP}` got sums that were weighed by each replica's share of the batch, and "
+                "reduction='sum', expected 'mean': shares are parts of a mean. Write "
+                "`ModuleOptimizer(optimizer)`, or distribute the batch yourself and call "
+                "`strategy.run`."
+            )
+        return None
+
+    def _reduced(
+        self,
+        shares: list[dict[str, Gradient]],
+        window: Window | None,
+        weight: tf.Tensor | None,
+        book: AddressBook,
+    ) -> _reduction.Total:
+        """What is to be applied: of all replicas, and divided by its weights."""
+        grads = {path: grad for share in shares for path, grad in share.items()}
+        weighed = window is not None and window.weight is not None
+        present = None
+        if window is not None and window.present is not None:
+            present = {path: window.present[path] for path in grads}
+        statistics = {}
+        if _replicas.count() > 1 and self._reduction is not None:
+            moving = _reduction.moving_statistics(book)
+            statistics = {path: tf.convert_to_tensor(v) for path, v in moving.items()}
+        total = _reduction.total(
+            grads,
+            window.weight if window is not None and weighed else weight,
+            reduction=self._reduction,
+            present=present,
+            weighed=weighed,
+            statistics=statistics,
+        )
+        if total.present is not None and total.weight is not None:
+            # XLA drops the checks: there, a window that weighs nothing leaves all as it is.
+            counts = total.weight > 0
+            flags = {path: tf.logical_and(flag, counts) for path, flag in total.present.items()}
+            total = total._replace(present=flags)
+        return total
+
+    def _apply(
+        self,
+        runs: list[Callable[..., None]],
+        strategy: Any,
+        inputs: list[Any],
+        updated: tf.Tensor,
+        finite: list[tf.Tensor],
+        statistics: dict[str, tf.Tensor],
+    ) -> None:
+        """All changes of one step, once for all replicas."""
+        assert self._book is not None  # `_prepare` has built it
+
+        def change() -> tf.Tensor:
+            for run, (values, some) in zip(runs, inputs, strict=True):
+                run(strategy, values, some)
+            _replicas.update(strategy, self._iterations, _add, updated)
+            return tf.constant(0)
+
+        if finite:
+            sound = _replicas.agreed(strategy, finite[0])
+            tf.cond(sound, change, lambda: tf.constant(0))
+            _replicas.update(strategy, self._skipped, _add, tf.logical_not(sound))
+            if self._scaler is not None:
+                self._scaler.adapt(strategy, sound)
+        else:
+            change()
+        for path, mean in statistics.items():
+            _replicas.update(strategy, self._book.variables[path], _assign, mean)
+
     def _checks(self, plans: list[tuple[GroupUpdate, list]]) -> list[tf.Operation]:
         """What can only be known when the step runs."""
         rates = {id(rate): rate for _, parts in plans for rate, _ in parts}
@@ -419,7 +589,10 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             for update, state in states
             if state.variables
         ]
-        totals = _record.GroupRecord("ModuleOptimizer", {}, {"iterations": self._iterations})
+        counters = {"iterations": self._iterations, "skipped": self._skipped}
+        if self._scaler is not None:
+            counters |= self._scaler.variables()
+        totals = _record.GroupRecord("ModuleOptimizer", {}, counters)
         return [*groups, totals]
 
 
@@ -434,13 +607,9 @@ def _why_another_root(call: str, ours: AddressBook, theirs: AddressBook) -> str:
     )
 
 
-def _refuse_replicas() -> None:
-    """Fails where gradients would have to be reduced first."""
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync > 1:
-        strategy = type(tf.distribute.get_strategy()).__name__
-        raise RuntimeError(
-            f"`{STEP}` was called under {strategy}, expected one device and no scope: "
-            "gradients aren't reduced over replicas yet, and would be applied apart. "
-            "Train on one device: `with tf.device('/CPU:0'): ...`."
-        )
+def _add(counter: tf.Variable, one: tf.Tensor) -> None:
+    counter.assign_add(tf.cast(one, counter.dtype))
+
+
+def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
+    variable.assign(value)

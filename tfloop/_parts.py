@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfloop import _record
+from tfloop import _record, _replicas
 from tfloop._accumulate import GradientsAccumulator
 from tfloop._messages import described, listed
 from tfloop._optimizer import ModuleOptimizer
@@ -174,6 +174,7 @@ def take_over(pairs: Pairs) -> None:
         for target in done:
             target.assign(target.values["state"])
         raise
-    for target, value in pairs:
-        if not isinstance(target, State):
-            target.assign(value)
+    rest = [pair for pair in pairs if not isinstance(pair[0], State)]
+    for target, value in rest:
+        target.assign(value)
+    _replicas.spread_seeds([target for target, _ in rest if is_variable(target)], again=True)

@@ -1,15 +1,69 @@
-"""The one room that knows `tf.distribute`: what changes variables runs once for all replicas.
+"""The one room that knows `tf.distribute`: where state lives, and how replicas agree.
 
-On one device everything here is plain. Gradients aren't reduced yet, so a step refuses several
-replicas.
+Gradients are reduced once per update; what changes variables runs once for all replicas. On one
+device everything here is plain.
 """
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import contextvars
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfloop._paths import tf_variable
+from tfloop import _sparse
+from tfloop._paths import Variable, tf_variable
+from tfloop._sparse import Gradient
+
+# Variables that every replica holds and changes alike: what the first one has is the value.
+ALIKE = {"trainable": False, "aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA}
+# Variables in which each replica has its own part; read together they are the sum, or the first.
+_APART = {"trainable": False, "synchronization": tf.VariableSynchronization.ON_READ}
+SUMMED = _APART | {"aggregation": tf.VariableAggregation.SUM}
+OF_THE_FIRST = _APART | {"aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA}
+
+
+class Share(NamedTuple):
+    """What a replica has of the batch that one call of a compiled step works on.
+
+    Attributes:
+      rows: Its own rows, a scalar.
+      of: The rows of the batch, a scalar.
+      replicas: Into how many parts the batch was cut.
+    """
+
+    rows: tf.Tensor
+    of: tf.Tensor
+    replicas: int
+
+
+# Replicas run in threads of their own, which have contexts of their own.
+_SHARE: contextvars.ContextVar[Share | None] = contextvars.ContextVar("share", default=None)
+
+
+@contextlib.contextmanager
+def sharing(share: Share) -> Iterator[None]:
+    """Says, while the block runs, what this replica has of the batch."""
+    token = _SHARE.set(share)
+    try:
+        yield
+    finally:
+        _SHARE.reset(token)
+
+
+def share() -> Share | None:
+    """What this replica has of the batch, where `compile` has cut one."""
+    return _SHARE.get()
+
+
+def is_default(strategy: tf.distribute.Strategy | None) -> bool:
+    """Is it TensorFlow's default strategy, one device without replicas, or none at all?"""
+    kind = None if strategy is None else type(strategy.extended).__name__
+    return kind in (None, "DefaultDistributionExtended")
 
 
 def is_replica() -> bool:
@@ -17,19 +71,206 @@ def is_replica() -> bool:
     return tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
 
 
+def count() -> int:
+    """The replicas that work on one update."""
+    return tf.distribute.get_strategy().num_replicas_in_sync if is_replica() else 1
+
+
+def strategy_of(variables: Iterable[Variable]) -> tf.distribute.Strategy | None:
+    """The strategy in which variables were made, or `None` for plain ones."""
+    found = (getattr(tf_variable(v), "distribute_strategy", None) for v in variables)
+    return next(filter(None, found), None)
+
+
+def scope_of(variables: Iterable[Variable]) -> AbstractContextManager:
+    """The scope in which state for these variables is made.
+
+    State made elsewhere would drift apart between replicas without a word.
+    """
+    strategy = strategy_of(variables)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def at_home(variable: tf.Variable, variables: Iterable[Variable], kind: dict) -> tf.Variable:
+    """A counter in the strategy of these variables: itself where it is at home, else a new one.
+
+    Args:
+      variable: A plain variable, made before the model was known, or one that was moved.
+      variables: Where home is.
+      kind: `ALIKE`, `SUMMED` or `OF_THE_FIRST`.
+    """
+    home = strategy_of(variables)
+    if home is None or strategy_of([variable]) is home:
+        return variable
+    with home.scope():
+        name = variable.name.partition(":")[0]
+        return tf.Variable(variable.numpy(), dtype=variable.dtype, name=name, **kind)
+
+
+# The seed states that `spread_seeds` has told apart; by identity, as variables can't be hashed.
+_SPREAD: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_SEED_STRIDE = 1_000_003
+
+
+def spread_seeds(variables: Iterable[Variable], *, again: bool = False) -> None:
+    """Gives the random layers of each replica numbers of their own.
+
+    Replicas begin with one seed, and would all drop the same units. The first one keeps it.
+
+    Args:
+      variables: Of a model; all but the states of Keras' seed generators are left alone.
+      again: The states were assigned since, alike on all replicas.
+    """
+    for variable in map(tf_variable, variables):
+        strategy = strategy_of([variable])
+        if strategy is None or strategy.num_replicas_in_sync == 1 or not _is_seed(variable):
+            continue
+        if again or _SPREAD.get(id(variable)) is not variable:
+            components = strategy.experimental_local_results(variable)
+            for component, place in zip(components, places(strategy), strict=True):
+                seed, drawn = component.numpy()
+                component.assign([(int(seed) + place * _SEED_STRIDE) % 2**31, drawn])
+            _SPREAD[id(variable)] = variable
+
+
+def _is_seed(variable: tf.Variable) -> bool:
+    name = variable.name.rpartition("/")[2].partition(":")[0]
+    return name == "seed_generator_state" and variable.shape == (2,)
+
+
+def places(strategy: tf.distribute.Strategy) -> list[int]:
+    """The numbers of the replicas of this process among all."""
+    found = []
+
+    def note(context: Any) -> tf.Tensor:
+        found.append(context.replica_id_in_sync_group)
+        return tf.constant(0)
+
+    strategy.experimental_distribute_values_from_function(note)
+    return found
+
+
+def check_context(call: str, variables: Mapping[str, Variable]) -> None:
+    """Refuses the places where gradients of replicas can't be told from one another.
+
+    Args:
+      call: The public call, for messages.
+      variables: The root's, by path.
+
+    Raises:
+      RuntimeError: It is called outside of the replicas, or the model was made elsewhere.
+    """
+    theirs = strategy_of(variables.values())
+    if not is_replica():
+        replicas = 1 if theirs is None else theirs.num_replicas_in_sync
+        if tf.distribute.has_strategy() or replicas > 1:
+            name = type(theirs or tf.distribute.get_strategy()).__name__
+            raise RuntimeError(
+                f"`{call}` was called outside of the replicas: got {name}'s cross-replica context, "
+                "expected a replica. The scope is for building models, and there is one gradient "
+                "for each replica. Run the step in them: "
+                "`tfloop.compile(step, strategy=strategy)`, or `strategy.run(step, args=(batch,))`."
+            )
+        return
+    ours = tf.distribute.get_strategy()
+    odd = [p for p, v in variables.items() if strategy_of([v]) is not ours]
+    if odd and ours.num_replicas_in_sync > 1:
+        raise RuntimeError(
+            f"`{call}` got a model that wasn't made in this strategy: got {odd[0]!r} of "
+            f"{type(theirs).__name__ if theirs else 'no strategy'}, expected a variable of "
+            f"{type(ours).__name__}. Each replica needs its own copy. Build it in the scope: "
+            "`with strategy.scope(): model = build_model()`."
+        )
+
+
+def reduce_sum(
+    grads: Mapping[str, Gradient], riders: list[tf.Tensor]
+) -> tuple[dict[str, Gradient], list[tf.Tensor]]:
+    """Sums gradients over the replicas.
+
+    One collective for the dense ones of each dtype, packed into one vector, which copies each of
+    them twice; one for the sparse ones, whose rows are gathered.
+
+    Args:
+      grads: Path -> gradient, the same paths on every replica.
+      riders: Float32 tensors that are summed in the same call as the float32 gradients.
+
+    Returns:
+      The sums, in the same order.
+    """
+    context = tf.distribute.get_replica_context()
+    _check_unconditional()
+    sparse = {path: grad for path, grad in grads.items() if _sparse.is_sparse(grad)}
+    kinds: dict[tf.DType, list[str]] = {tf.float32: []}
+    for path, grad in grads.items():
+        if path not in sparse:
+            kinds.setdefault(grad.dtype, []).append(path)
+    summed: dict[str, Gradient] = {}
+    for dtype, paths in kinds.items():
+        along = riders if dtype == tf.float32 else []
+        tensors = [*(grads[path] for path in paths), *along]
+        if tensors:
+            sums = _packed_sum(context, tensors)
+            summed.update(zip(paths, sums, strict=False))
+            riders = sums[len(paths) :] if dtype == tf.float32 else riders
+    if sparse:
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, list(sparse.values()))
+        summed.update(zip(sparse, sums, strict=True))
+    return {path: summed[path] for path in grads}, riders
+
+
+def _packed_sum(context: Any, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """One all-reduce for tensors of one dtype."""
+    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+    flat = context.all_reduce(tf.distribute.ReduceOp.SUM, flat)
+    parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
+    return [
+        tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
 def once(fn: Callable[..., None], *values: Any) -> None:
     """Runs `fn(strategy, *values)` once for all replicas; on one device, here.
 
     Args:
-      fn: Changes variables through `strategy.extended.update` alone.
+      fn: Changes variables through `update` alone.
       *values: Structures of tensors; replica by replica inside.
     """
     if is_replica():
-        tf.distribute.get_replica_context().merge_call(fn, args=values)
+        context = tf.distribute.get_replica_context()
+        _check_unconditional()
+        context.merge_call(fn, args=values)
     else:
         fn(tf.distribute.get_strategy(), *values)
 
 
 def update(strategy: Any, variable: Any, fn: Callable[..., None], *values: Any) -> None:
     """Runs `fn(component, *values)` on every device that holds a copy of the variable."""
-    strategy.extended.update(tf_variable(variable), fn, args=values, group=False)
+    variable = tf_variable(variable)
+    if strategy_of([variable]) is None and strategy.num_replicas_in_sync > 1:
+        fn(variable, *tf.nest.map_structure(functools.partial(agreed, strategy), values))
+        return
+    strategy.extended.update(variable, fn, args=values, group=False)
+
+
+def agreed(strategy: Any, value: Any) -> Any:
+    """What all replicas have alike, inside `once`."""
+    return strategy.experimental_local_results(value)[0]
+
+
+def _check_unconditional() -> None:
+    """Refuses a graph within that of the replica: TensorFlow can't meet the others from there.
+
+    Raises:
+      RuntimeError: It is called in a `tf.cond`, a loop or a `tf.function` inside the replica.
+    """
+    theirs = getattr(threading.current_thread(), "graph", None)  # what TensorFlow compares
+    here = tf.compat.v1.get_default_graph()
+    if not tf.executing_eagerly() and theirs is not None and theirs is not here:
+        raise RuntimeError(
+            f"`ModuleOptimizer.step` was called in {getattr(here, 'name', 'a graph')!r} inside a "
+            "replica, expected the replica's own code: in a `tf.cond`, a loop or a `tf.function` "
+            "there, replicas can't wait for each other. Accumulate and step in two compiled "
+            "functions, and decide between them in Python: `if (i + 1) % 4 == 0: update(lr)`."
+        )

@@ -24,6 +24,7 @@ from tfloop._paths import (
     unchecked_book,
     unwrap,
 )
+from tfloop._scaling import LossScaler
 
 _BACKWARD = "tape.backward(loss, wrt)"
 
@@ -45,11 +46,15 @@ class Tape:
         gradient penalty), or variables that were made with `trainable=False`, which a tape doesn't
         watch by itself, not even after they were thawed.
       persistent: Allow several backward passes; memory is kept until the tape is gone.
+      scaler: `optim.scaler`: the backward pass runs scaled, and its result is unscaled float32.
+        `None` is fine.
 
     Graph mode: works in `tf.function`, jitted too; open and close it in one trace.
 
     Raises:
-      TypeError: Something to watch is neither a floating tensor nor a floating variable.
+      TypeError: Something to watch is neither a floating tensor nor a floating variable; `scaler`
+        isn't one.
+      ValueError: No optimizer owns the scaler.
 
     Example:
       >>> import tensorflow as tf, tfloop
@@ -60,7 +65,17 @@ class Tape:
       6.0
     """
 
-    def __init__(self, *, watch: Any = (), persistent: bool = False) -> None:
+    def __init__(
+        self, *, watch: Any = (), persistent: bool = False, scaler: LossScaler | None = None
+    ) -> None:
+        if scaler is not None:
+            if not isinstance(scaler, LossScaler):
+                raise TypeError(
+                    f"`Tape(scaler=...)` got {described(scaler)}, expected a LossScaler or None. "
+                    "The optimizer holds it: `tfloop.Tape(scaler=optim.scaler)`."
+                )
+            scaler.check_owned("Tape(scaler=...)")
+        self._scaler = scaler
         self._watched = list(_sources(watch, "Tape(watch=...)"))
         self._persistent = persistent
         self._tape = tf.GradientTape(persistent=persistent)
@@ -117,7 +132,11 @@ class Tape:
             got = "nothing to differentiate by"
             cause = "The block read no trainable variable. Call the model in it: `model(x)`."
             raise ValueError(_MSG_NO_GRADIENT.format(call=_BACKWARD, got=got, cause=cause))
-        grads = self._tape.gradient(loss, sources)
+        scaler = self._scaler
+        seed = None if scaler is None else scaler.seed(loss)
+        grads = self._tape.gradient(loss, sources, output_gradients=seed)
+        if scaler is not None:
+            grads = [None if grad is None else scaler.unscaled(grad) for grad in grads]
         self._spent = not self._persistent
         blind = [
             source

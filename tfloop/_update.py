@@ -7,8 +7,8 @@ time, and state by path that survives when the set of variables changes.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -105,10 +105,11 @@ class GroupUpdate:
             old.variables[path] is variable for path, variable in variables.items()
         ):
             return old
-        new = State(copy_of(old.optimizer, _BUILD), dict(variables))
-        if not variables:
-            return new
-        new.build()
+        with _replicas.scope_of(variables.values()):
+            new = State(copy_of(old.optimizer, _BUILD), dict(variables))
+            if not variables:
+                return new
+            new.build()
         counts = old.counters()
         for name, counter in new.counters().items():
             if name in counts:
@@ -188,18 +189,21 @@ class GroupUpdate:
         """
         return not _applies_alone(self.state.optimizer)
 
-    def apply(
+    def prepared(
         self,
         parts: list[tuple[tf.Tensor, dict[str, Gradient]]],
         when: Mapping[str, tf.Tensor] | None = None,
-    ) -> None:
-        """Updates variables once: decay, Keras' rule, moving average, constraint, count.
+    ) -> "Work":
+        """What `run` needs for one update; here everything is still a replica's own business.
 
         Args:
           parts: (rate, path -> gradient) for each rate. The gradients are of the variables' shapes
             and final: reduced and clipped.
           when: Path -> scalar bool: update this variable? By default all are. The group counts
             the update if any of them is.
+
+        Raises:
+          ValueError: A class with an `apply` of its own, which does all or nothing.
         """
         optimizer = self.state.optimizer
         grads = {path: grad for _, share in parts for path, grad in share.items()}
@@ -207,10 +211,18 @@ class GroupUpdate:
         for rate, share in parts:
             # Cast once, so that variables of one rate are seen to share it.
             rates |= dict.fromkeys(share, tf.cast(rate, optimizer._learning_rate.dtype))
+        some = [] if when is None else [tf.reduce_any(tf.stack([when[p] for p in grads]))]
+        if _applies_alone(optimizer):
+            if when is not None or _replicas.is_replica():
+                raise ValueError(
+                    f"`ModuleOptimizer.step(lr, model, grads)` can't make an update of {self.name} "
+                    "depend on a run: got a class with an `apply` of its own, expected Keras'. It "
+                    "applies all or nothing. Override `update_step` in its place, or step with "
+                    "gradients: `optim.step(lr, model, accumulator.grads())`."
+                )
+            apply = functools.partial(self._apply_alone, grads, next(iter(rates.values())))
+            return Work(apply, [], some)
         with keras.name_scope(optimizer.name):
-            if _applies_alone(optimizer):
-                self._apply_alone(grads, next(iter(rates.values())), when)
-                return
             prepare = _sparse.deduplicate if _takes_rows(optimizer) else _sparse.densify
             cells = [cell for cell in self.state.cells if any(p in grads for p in cell.paths)]
             inputs = [
@@ -222,21 +234,21 @@ class GroupUpdate:
                 )
                 for cell in cells
             ]
-            some = [] if when is None else [tf.reduce_any(tf.stack([when[p] for p in grads]))]
-            _replicas.once(functools.partial(self._apply, cells), inputs, some)
+        return Work(functools.partial(self._apply, cells), inputs, some)
 
     def _apply(self, cells: list[Cell], strategy: Any, inputs: list, some: list) -> None:
-        """Runs once for all replicas."""
+        """Runs once for all replicas: decay, Keras' rule, moving average, constraint, count."""
         optimizer = self.state.optimizer
-        if isinstance(optimizer, keras.optimizers.Nadam):
-            _replicas.update(strategy, optimizer._u_product, self._move_u_product, *some)
-        for cell, values in zip(cells, inputs, strict=True):
-            if isinstance(cell, Fused):
-                run = functools.partial(self._update_vector, cell)
-            else:
-                run = functools.partial(self._update_one, cell)
-            _replicas.update(strategy, cell.target, run, *values)
-        _replicas.update(strategy, optimizer.iterations, _count, *some)
+        with keras.name_scope(optimizer.name):
+            if isinstance(optimizer, keras.optimizers.Nadam):
+                _replicas.update(strategy, optimizer._u_product, self._move_u_product, *some)
+            for cell, values in zip(cells, inputs, strict=True):
+                if isinstance(cell, Fused):
+                    run = functools.partial(self._update_vector, cell)
+                else:
+                    run = functools.partial(self._update_one, cell)
+                _replicas.update(strategy, cell.target, run, *values)
+            _replicas.update(strategy, optimizer.iterations, _count, *some)
 
     def _update_one(
         self, cell: Single, variable: tf.Variable, grad: Gradient, rate: tf.Tensor, flag: Any = None
@@ -320,15 +332,8 @@ class GroupUpdate:
         moved = product * optimizer.beta_1 * (1.0 - half)
         product.assign(moved if some is None else tf.where(some, moved, product))
 
-    def _apply_alone(self, grads: dict[str, Gradient], rate: tf.Tensor, when: Any) -> None:
+    def _apply_alone(self, grads: dict[str, Gradient], rate: tf.Tensor, *_: Any) -> None:
         """Leaves everything to a subclass that has an `apply` of its own."""
-        if when is not None or _replicas.is_replica():
-            raise ValueError(
-                f"`ModuleOptimizer.step(lr, model, grads)` can't make an update of {self.name} "
-                "depend on a run: got a class with an `apply` of its own, expected Keras'. It "
-                "applies all or nothing. Override `update_step` in its place, or step with "
-                "gradients: `optim.step(lr, model, accumulator.grads())`."
-            )
         optimizer, targets = self.state.optimizer, self.state.targets
         optimizer.learning_rate = rate
         values = [
@@ -336,6 +341,20 @@ class GroupUpdate:
             for path, grad in grads.items()
         ]
         optimizer.apply_gradients(zip(values, [targets[p] for p in grads], strict=True))
+
+
+class Work(NamedTuple):
+    """One group's update, ready to run.
+
+    Attributes:
+      run: `run(strategy, inputs, some)`, once for all replicas.
+      inputs: What it takes of each replica, for each cell.
+      some: A scalar bool: does anything take part? Or nothing, if all do.
+    """
+
+    run: Callable[[Any, list, list], None]
+    inputs: list[Any]
+    some: list[tf.Tensor]
 
 
 class State:

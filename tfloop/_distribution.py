@@ -1,0 +1,185 @@
+"""How a batch is spread over the replicas of a strategy, and what they return put together.
+
+What a replica does with its part is the step's business, how gradients are reduced `_reduction`'s.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfloop import _replicas, _traces
+from tfloop._gradients import GradientsParams
+from tfloop._messages import described
+
+_CALL = "compiled_step(batch)"
+
+
+# Autograph must go through here to the user's function.
+def run(
+    strategy: tf.distribute.Strategy,
+    fn: Callable[..., Any],
+    batch: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Runs a step on every replica, each on its part of the batch.
+
+    Args:
+      strategy: With one replica or many.
+      fn: `fn(part, *args, **kwargs)`.
+      batch: A structure of tensors with one common leading axis: the rows of all replicas, the same
+        on each worker. Or what `strategy.experimental_distribute_dataset` yields, as it is.
+      args: The same for all replicas.
+      kwargs: The same for all replicas.
+
+    Returns:
+      The outputs of all replicas as one: floating scalars as their mean weighted by rows, whole
+      scalars as their sum, the rest end to end along the first axis (other scalars stacked).
+      Over several workers the scalars are those of all, the rest is this worker's.
+
+    Raises:
+      TypeError: The batch has something else than dense tensors, or gradients are returned.
+      ValueError: It has no common leading axis.
+    """
+    parts, rows, total, replicas = _spread(strategy, batch)
+
+    def replica(part: Any, rows: tf.Tensor, args: Any, kwargs: Any) -> Any:
+        with _replicas.sharing(_replicas.Share(rows, total, replicas)):
+            return fn(part, *args, **kwargs)
+
+    outputs = strategy.run(replica, args=(parts, rows, tuple(args), dict(kwargs)))
+    return _joined(strategy, outputs, rows)
+
+
+@_traces.not_converted
+def _spread(strategy: tf.distribute.Strategy, batch: Any) -> tuple[Any, Any, tf.Tensor, int]:
+    """The parts of the replicas, their rows, the rows together, and the number of parts."""
+    leaves = tf.nest.flatten(batch)
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+        local = strategy.experimental_local_results(leaves[0])
+        counts = iter([tf.shape(part)[0] for part in local])
+        rows = strategy.experimental_distribute_values_from_function(lambda _: next(counts))
+        total = tf.add_n(strategy.experimental_local_results(rows))
+        return batch, rows, total, len(local)
+    for leaf in leaves:
+        if not isinstance(leaf, tf.Tensor):
+            raise TypeError(
+                f"`{_CALL}` can't spread a batch over replicas: got {described(leaf)} in it, "
+                "expected dense tensors. They are cut along their first axis. Convert it: "
+                "`tf.convert_to_tensor(x)`."
+            )
+    lengths = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
+    if not leaves or any(leaf.shape.rank == 0 for leaf in leaves) or len(lengths - {None}) > 1:
+        shapes = ", ".join(str(leaf.shape) for leaf in leaves)
+        raise ValueError(
+            f"`{_CALL}` can't spread a batch over replicas: got the shapes {shapes or 'of nothing'}"
+            ", expected one common leading axis. The first argument is the batch. Put what isn't "
+            "per sample behind it: `step(batch, scalar)`."
+        )
+    known = next(iter(lengths - {None}), None)
+    total = tf.shape(leaves[0])[0] if known is None else known
+    replicas = strategy.num_replicas_in_sync
+
+    def part(context: Any) -> tuple[Any, tf.Tensor]:
+        place = context.replica_id_in_sync_group
+        least, more = total // replicas, total % replicas
+        if known is None:
+            begin = place * least + tf.minimum(place, more)
+            size = least + tf.cast(place < more, tf.int32)
+        else:
+            begin, size = place * least + min(place, more), least + (place < more)
+        cut = tf.nest.map_structure(lambda leaf: leaf[begin : begin + size], batch)
+        return cut, tf.constant(size) if known is not None else size
+
+    parts, rows = strategy.experimental_distribute_values_from_function(part)
+    return parts, rows, tf.convert_to_tensor(total), replicas
+
+
+@_traces.not_converted
+def _joined(strategy: tf.distribute.Strategy, outputs: Any, rows: Any) -> Any:
+    """One result from those of the replicas."""
+    for container in _containers(outputs):
+        if isinstance(container, GradientsParams):
+            raise TypeError(
+                f"`{_CALL}` can't put gradients of replicas together: got GradientsParams among "
+                "its results, expected losses and metrics. They differ from replica to replica. "
+                "Reduce and use them inside: `grads = grads.reduce()`."
+            )
+    counts = strategy.experimental_local_results(rows)
+    leaves = tf.nest.flatten(outputs)
+    found: list[Any] = [None] * len(leaves)
+    means: dict[int, list[tf.Tensor]] = {}
+    sums: dict[int, list[tf.Tensor]] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        values = list(strategy.experimental_local_results(leaf))
+        # What is one object on all replicas isn't wrapped.
+        values = [tf.convert_to_tensor(v) for v in values * (len(counts) // len(values))]
+        kind = values[0].dtype
+        if values[0].shape.rank != 0:
+            found[number] = tf.concat(values, 0)
+        elif kind.is_floating:
+            means[number] = values
+        elif kind.is_integer:
+            sums[number] = values
+        else:
+            found[number] = tf.stack(values)
+    _fill(found, means, _means(strategy, list(means.values()), counts))
+    _fill(found, sums, _sums(strategy, list(sums.values())))
+    return tf.nest.pack_sequence_as(outputs, found)
+
+
+def _containers(outputs: Any) -> Iterator[Any]:
+    """The outputs and every container in them."""
+    yield outputs
+    parts = outputs.values() if isinstance(outputs, Mapping) else outputs
+    if isinstance(outputs, (Mapping, list, tuple)):
+        for part in parts:
+            yield from _containers(part)
+
+
+def _fill(found: list[Any], where: Mapping[int, Any], tensors: list[tf.Tensor]) -> None:
+    for number, tensor in zip(where, tensors, strict=True):
+        found[number] = tensor
+
+
+def _means(strategy: Any, values: list[list[tf.Tensor]], counts: Any) -> list[tf.Tensor]:
+    """Weighted by rows; a replica without any adds nothing, not even NaN."""
+    weights = [tf.cast(count, tf.float64) for count in counts]
+    totals = [
+        tf.add_n(
+            [
+                tf.math.multiply_no_nan(tf.cast(v, tf.float64), w)
+                for v, w in zip(row, weights, strict=True)
+            ]
+        )
+        for row in values
+    ]
+    if not totals:
+        return []
+    *totals, weight = _over_workers(strategy, [*totals, tf.add_n(weights)])
+    return [
+        tf.cast(total / weight, row[0].dtype) for total, row in zip(totals, values, strict=True)
+    ]
+
+
+def _sums(strategy: Any, values: list[list[tf.Tensor]]) -> list[tf.Tensor]:
+    totals = [tf.add_n([tf.cast(value, tf.int64) for value in row]) for row in values]
+    totals = _over_workers(strategy, totals) if totals else []
+    return [tf.cast(total, row[0].dtype) for total, row in zip(totals, values, strict=True)]
+
+
+def _over_workers(strategy: Any, totals: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Adds up scalars of one dtype over the workers, in one call; nothing to do on one."""
+    places = _replicas.places(strategy)
+    if len(places) == strategy.num_replicas_in_sync:
+        return totals
+    ours = tf.stack(totals)
+    shares = strategy.experimental_distribute_values_from_function(
+        lambda context: (
+            ours if context.replica_id_in_sync_group == places[0] else tf.zeros_like(ours)
+        )
+    )
+    return tf.unstack(strategy.reduce(tf.distribute.ReduceOp.SUM, shares, axis=None), len(totals))
