@@ -171,7 +171,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
           ValueError: `grads` is empty, has an unknown path or another shape; a weight with
             `"sum"`, or one that is negative, not finite or no scalar.
           TypeError: A wrong kind of argument.
-          RuntimeError: `grads` was consumed before.
+          RuntimeError: `grads` was consumed before, or it is called outside of the replicas.
         """
         if not isinstance(grads, GradientsParams):
             raise TypeError(
@@ -187,6 +187,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             )
         weight, factor = self._weights(weight)
         book = self._prepare(model, _ACCUMULATE)
+        _replicas.check_context(_ACCUMULATE, book.variables)
         trainable = book.parameters()
         checked = grads.checked(book, _ACCUMULATE)
         grads._consume(_ACCUMULATE)
@@ -251,13 +252,17 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         return self._version
 
     def state(self) -> dict[str, Any]:
-        """The window: `count`, `weight`, and `<reduction>/<path>` for each that got anything."""
+        """The window: `count`, `weight`, and `<reduction>/<path>` for each that got anything.
+
+        The same however many replicas it was accumulated on.
+        """
         if self._restored:
             return self._restored
         flags = self._present.numpy() > 0
+        parts = self._parts()
         held = (pair for pair, there in zip(self._buffers.items(), flags, strict=True) if there)
-        sums = {f"{self.reduction}/{path}": buffer for path, buffer in held}
-        return {"count": self._count, "weight": self._weight, **sums}
+        sums = {f"{self.reduction}/{path}": _part(buffer, parts) for path, buffer in held}
+        return {"count": self._count, "weight": _part(self._weight, parts), **sums}
 
     def assignments(self, state: Mapping[str, Any]) -> list[tuple[tf.Variable, Any]]:
         """Pairs of variable and value that make the window that of `state`, after all checks.
@@ -267,10 +272,11 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         """
         sums = self._sums_of(state, self._buffers)
         flags = np.array([path in sums for path in self._buffers], np.float32)
-        pairs = [(self._count, state["count"]), (self._weight, state["weight"])]
+        parts = self._parts()
+        pairs = [(self._count, state["count"]), (self._weight, parts * np.asarray(state["weight"]))]
         for path, buffer in self._buffers.items():
             nothing = np.broadcast_to(buffer.dtype.as_numpy_dtype(0), buffer.shape)
-            pairs.append((buffer, sums.get(path, nothing)))
+            pairs.append((buffer, parts * np.asarray(sums[path]) if path in sums else nothing))
         return [*pairs, (self._present, flags)]
 
     def serialize(self) -> bytes:
@@ -418,6 +424,11 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             checks.append(tf.raw_ops.Assert(condition=weight > 0, data=[zero]))
         return [*checks, *self._freshness(call)]
 
+    def _parts(self) -> int:
+        """How many replicas' plain sums a step will take the mean of."""
+        home = _replicas.strategy_of(self._buffers.values())
+        return 1 if home is None or self.reduction == "mean" else home.num_replicas_in_sync
+
     def _freshness(self, call: str) -> list[tf.Operation]:
         """In a trace: are the buffers still those that it was made with?
 
@@ -471,3 +482,7 @@ def means(window: Window) -> dict[str, Gradient]:
     if window.weight is None:
         return window.sums
     return {path: divided(total, window.weight) for path, total in window.sums.items()}
+
+
+def _part(variable: tf.Variable, parts: int) -> Any:
+    return variable if parts == 1 else variable.read_value() / parts

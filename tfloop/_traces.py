@@ -64,14 +64,14 @@ def _open_recorders() -> list[dict[int, Dependency]]:
 
 
 def eagerly(fn: Callable[[], Any]) -> Any:
-    """Runs `fn` outside any trace that is being made.
+    """Runs `fn` outside any trace that is being made, and outside any strategy.
 
     Variables made in a trace raise on the second trace, and `tf.init_scope` doesn't help, since
     the creators that `tf.function` installs stay in force. A fresh thread has no graph, no
     creators and no scopes. It has no dtype policy of the caller's either: `fn` must take
     dtypes from variables.
     """
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() and not tf.distribute.has_strategy():
         return fn()
     outcome: dict[str, Any] = {}
 

@@ -1,0 +1,649 @@
+"""Claims about several replicas, run by `test_replicas.py` in a process of their own.
+
+    python tests/replica_claims.py 2 FOLDER
+
+parts the CPU into so many devices and prints a line for each claim that holds. A second strategy in
+one process could meet the collectives of the first, so all claims share one.
+"""
+
+import collections
+import os
+import sys
+import traceback
+
+os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfloop
+from tfloop import GradientClipping, GradientsAccumulator, GradientsParams, ModuleOptimizer
+
+ONE = tf.distribute.get_strategy()
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(0, 20, size=(200, 3)).astype("int32")
+NUMBERS = RNG.normal(size=(200, 5)).astype("float32")
+TARGETS = RNG.normal(size=(200, 1)).astype("float32")
+SIZES = [16, 16, 7, 1, 3]  # 1 and 3 leave replicas without a sample
+CLIPPINGS = {
+    "none": None,
+    "by_value": GradientClipping.by_value(0.01),
+    "by_norm": GradientClipping.by_norm(0.1),
+    "by_global_norm": GradientClipping.by_global_norm(0.5),
+}
+
+
+def components(variable):
+    """What each replica has of a variable."""
+    variable = variable._value if isinstance(variable, keras.Variable) else variable
+    return [part.numpy() for part in variable.values]
+
+
+def assert_alike(optim, model):
+    """Parameters, slots and counters are the same on every replica, bit for bit."""
+    variables = dict(tfloop.named_parameters(model))
+    for group in optim.records():
+        named = group.variables()
+        named.pop("/learning_rate", None)  # the user's own variable, made outside
+        variables |= {f"{group.optimizer}/{key}": v for key, v in named.items()}
+    assert len(variables) > 3
+    for path, variable in variables.items():
+        first, *others = components(variable)
+        assert others, path
+        for other in others:
+            np.testing.assert_array_equal(first, other, err_msg=path)
+
+
+def mixed_model():
+    """Sparse and dense parameters."""
+    keras.utils.set_random_seed(1)
+    ids, numbers = keras.Input((3,), dtype="int32"), keras.Input((5,))
+    words = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(ids))
+    hidden = keras.layers.Dense(8, "tanh")(keras.layers.Concatenate()([words, numbers]))
+    return keras.Model([ids, numbers], keras.layers.Dense(1)(hidden))
+
+
+def trained(strategy, clipping=None, window=None, updates=20, **options):
+    """Losses and parameters after some updates on batches of all sizes, two groups."""
+    with strategy.scope():
+        model = mixed_model()
+    view = tfloop.train(model)
+    optim = ModuleOptimizer(keras.optimizers.AdamW(weight_decay=0.1), clipping=clipping, **options)
+    words = tfloop.ParamGroup.from_name("embedding")
+    optim.with_group(words, keras.optimizers.SGD(momentum=0.9), clipping)
+
+    @tfloop.compile(strategy=strategy)
+    def step(batch, lr):
+        ids, numbers, targets = batch
+        with tfloop.Tape(scaler=optim.scaler) as tape:
+            loss = tf.reduce_mean((view([ids, numbers]) - targets) ** 2)
+        grads = GradientsParams.from_grads(tape.backward(loss), view)
+        if window is None:
+            optim.step(lr, view, grads)
+        else:
+            window.accumulate(view, grads)
+        return loss, tf.shape(ids)[0], ids
+
+    @tfloop.compile(strategy=strategy)
+    def update(batch, lr):
+        optim.step(lr, view, window)
+
+    losses, begin = [], 0
+    for number in range(updates if window is None else 3 * updates):
+        size = SIZES[number % 5]
+        batch = tuple(tf.constant(array[begin : begin + size]) for array in (IDS, NUMBERS, TARGETS))
+        loss, count, ids = step(batch, 0.05)
+        assert int(count) == size
+        np.testing.assert_array_equal(ids, batch[0])
+        losses.append(float(loss))
+        if window is not None and number % 3 == 2:
+            update(batch, 0.05)
+            assert_window_is_empty(window)
+        begin = (begin + size) % 150
+    if strategy is not ONE:
+        assert_alike(optim, model)
+    assert int(optim.iterations.numpy()) == updates
+    return losses, {path: v.numpy() for path, v in tfloop.named_parameters(model).items()}
+
+
+def assert_window_is_empty(window):
+    assert int(window.count.numpy()) == 0
+    assert float(window.weight.numpy()) == 0.0
+
+
+def assert_equal_runs(run, other):
+    np.testing.assert_allclose(run[0], other[0], rtol=1e-5, atol=1e-5)
+    for path, value in run[1].items():
+        scale = max(np.linalg.norm(other[1][path]), 1.0)
+        assert np.linalg.norm(value - other[1][path]) <= 2e-6 * scale, path
+
+
+def claim_replicas_equal_one_device_with_every_clipping(strategy, folder):
+    for clipping in CLIPPINGS.values():
+        assert_equal_runs(trained(strategy, clipping), trained(ONE, clipping))
+
+
+def claim_accumulation_on_replicas_equals_one_device(strategy, folder):
+    for reduction in ("mean", "sum"):
+        for name in ("none", "by_global_norm"):
+            runs = [
+                trained(where, CLIPPINGS[name], GradientsAccumulator(reduction=reduction), 10)
+                for where in (strategy, ONE)
+            ]
+            assert_equal_runs(*runs)
+
+
+def claim_a_scaler_and_a_guard_change_nothing_while_all_is_finite(strategy, folder):
+    plain = trained(strategy, updates=5)
+    assert_equal_runs(trained(strategy, updates=5, scaler=tfloop.LossScaler(2.0**10)), plain)
+    assert_equal_runs(trained(strategy, updates=5, skip_nonfinite=True), plain)
+
+
+class Weight(tf.Module):
+    """One scalar weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = tf.Variable(0.0)
+
+    def __call__(self, x):
+        return self.w * x
+
+
+def per_replica(strategy, values):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(values[context.replica_id_in_sync_group])
+    )
+
+
+def applied(strategy, optim, model, gradients, mode, **options):
+    """One step by hand with a gradient for each replica."""
+
+    def on_replica(grad, weight):
+        chosen = {key: weight for key in options}
+        optim.step(1.0, model, GradientsParams({"w": grad}), **chosen)
+
+    def run():
+        weights = per_replica(strategy, next(iter(options.values()), [1.0] * len(gradients)))
+        strategy.run(on_replica, (per_replica(strategy, gradients), weights))
+
+    (tf.function(run) if mode == "graph" else run)()
+    (value,) = {float(part) for part in components(model.w)}
+    return value
+
+
+def weight_in(strategy):
+    with strategy.scope():
+        return Weight()
+
+
+def claim_gradients_are_reduced_before_they_are_clipped(strategy, folder):
+    # Case 12: replicas that clip by themselves would add up to 0.
+    n = strategy.num_replicas_in_sync
+    for mode in ("eager", "graph"):
+        model = weight_in(strategy)
+        optim = ModuleOptimizer("sgd", clipping=GradientClipping.by_value(1.0), reduction="sum")
+        value = applied(strategy, optim, model, [3.0, -3.5] + [0.0] * (n - 2), mode)
+        assert value == 0.5, value
+
+
+def claim_reductions_are_what_they_say(strategy, folder):
+    n = strategy.num_replicas_in_sync
+    rest = [0.0] * (n - 2)
+    for mode in ("eager", "graph"):
+        for options, weights, expected in (
+            ({}, None, -4.0 / n),
+            ({"reduction": "sum"}, None, -4.0),
+            ({}, [3.0, 1.0, *rest], -(3 * 1.0 + 1 * 3.0) / 4),
+            ({}, [0.0, 2.0, *rest], -3.0),
+        ):
+            model = weight_in(strategy)
+            extra = {} if weights is None else {"weight": weights}
+            grads = [1.0, 3.0, *rest]
+            value = applied(
+                strategy, ModuleOptimizer("sgd", **options), model, grads, mode, **extra
+            )
+            np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def claim_a_replica_of_weight_0_may_have_nan(strategy, folder):
+    n = strategy.num_replicas_in_sync
+    model = weight_in(strategy)
+    grads, weights = [2.0, float("nan")] + [2.0] * (n - 2), [1.0, 0.0] + [1.0] * (n - 2)
+    optim = ModuleOptimizer("sgd")
+    assert applied(strategy, optim, model, grads, "graph", weight=weights) == -2.0
+
+
+def claim_weights_that_sum_to_0_raise(strategy, folder):
+    for mode, error in (("eager", ValueError), ("graph", tf.errors.InvalidArgumentError)):
+        model, optim = weight_in(strategy), ModuleOptimizer("sgd")
+        n = strategy.num_replicas_in_sync
+        with pytest.raises(error, match="weights that sum to 0"):
+            applied(strategy, optim, model, [1.0] * n, mode, weight=[0.0] * n)
+        assert components(model.w) == [0.0] * n
+
+
+def claim_gradients_can_be_reduced_by_hand(strategy, folder):
+    n = strategy.num_replicas_in_sync
+    model = weight_in(strategy)
+    optim = ModuleOptimizer("sgd", reduction=None)
+
+    def on_replica(grad):
+        grads = GradientsParams({"w": grad}).reduce()
+        optim.step(1.0, model, grads.scale(2.0))
+
+    grads = per_replica(strategy, [float(i) for i in range(n)])
+    tf.function(lambda: strategy.run(on_replica, (grads,)))()
+    assert components(model.w) == [-2.0 * (n - 1) / 2] * n
+
+
+def claim_what_is_not_finite_on_one_replica_skips_all(strategy, folder):
+    # Case 21.
+    n = strategy.num_replicas_in_sync
+    for mode in ("eager", "graph"):
+        for bad in (float("inf"), float("nan")):
+            with strategy.scope():
+                root = {"a": Weight(), "b": Weight()}
+            scaler = tfloop.LossScaler(2.0**15, growth_interval=2)
+            optim = ModuleOptimizer("adam", scaler=scaler)
+            optim.with_group(tfloop.ParamGroup.from_name("b"), keras.optimizers.SGD(momentum=0.9))
+
+            def on_replica(grad, optim=optim, root=root):
+                optim.step(0.1, root, GradientsParams({"a.w": grad, "b.w": tf.constant(1.0)}))
+
+            def step(values, on_replica=on_replica):
+                return strategy.run(on_replica, (per_replica(strategy, values),))
+
+            step = tf.function(step) if mode == "graph" else step
+            step([1.0] * n)
+
+            def state(optim=optim, root=root):
+                found = dict(tfloop.named_parameters(root))
+                for group in optim.records()[:-1]:
+                    found |= {f"{group.optimizer}/{k}": v for k, v in group.variables().items()}
+                return {key: v.numpy() for key, v in found.items()}
+
+            before = state()
+            step([1.0] * (n - 1) + [bad])
+            after = state()
+            for key, value in before.items():
+                np.testing.assert_array_equal(value, after[key], err_msg=key)
+            assert_alike(optim, root)
+            assert float(optim.scaler.scale.numpy()) == 2.0**14
+            assert int(optim.skipped.numpy()) == 1
+            assert int(optim.iterations.numpy()) == 1
+            step([1.0] * n)
+            step([2.0] * n)
+            assert float(optim.scaler.scale.numpy()) == 2.0**15
+            assert_alike(optim, root)
+            moved = {key: value for key, value in state().items() if "learning_rate" not in key}
+            assert all((value != before[key]).any() for key, value in moved.items())
+
+
+def claim_one_collective_for_dense_gradients_and_none_for_micro_steps(strategy, folder):
+    # Case 6.
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        layers = [keras.layers.Dense(4, "tanh") for _ in range(3)]
+        model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.BatchNormalization()])
+    window = GradientsAccumulator(reduction="mean")
+    optim = ModuleOptimizer("adam", skip_nonfinite=True)
+
+    @tf.function
+    def micro(batch):
+        def on_replica(x):
+            with tfloop.Tape() as tape:
+                loss = tf.reduce_mean(model(x, training=True) ** 2)
+            window.accumulate(model, GradientsParams.from_grads(tape.backward(loss), model), 3)
+
+        strategy.run(on_replica, (batch,))
+
+    @tf.function
+    def update():
+        strategy.run(lambda: optim.step(0.1, model, window))
+
+    batch = per_replica(strategy, [np.ones((2, 3), "float32")] * n)
+    for _ in range(4):
+        micro(batch)
+    update()
+    assert collectives(micro.get_concrete_function(batch)) == {}
+    assert collectives(update.get_concrete_function()) == {"CollectiveReduceV2": n}
+    assert int(optim.iterations.numpy()) == 1
+    assert_alike(optim, model)
+    assert_window_is_empty(window)
+
+
+def collectives(concrete):
+    graph = concrete.graph.as_graph_def()
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    return dict(collections.Counter(n.op for n in nodes if n.op.startswith("Collective")))
+
+
+def claim_what_got_nothing_on_any_replica_stays_untouched(strategy, folder):
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        root = {name: Weight() for name in "abc"}
+    optim, window = ModuleOptimizer(keras.optimizers.Adam()), GradientsAccumulator()
+    optim.build(root)
+    window.build(root)
+
+    def on_replica(grad):
+        window.accumulate(root, GradientsParams({"a.w": grad}))
+
+    def only_b(grad):
+        window.accumulate(root, GradientsParams({"b.w": grad}))
+
+    ones = per_replica(strategy, [1.0] * n)
+    tf.function(lambda: strategy.run(on_replica, (ones,)))()
+
+    def update_on_replica():
+        optim.step(0.1, root, window)
+
+    update = tf.function(lambda: strategy.run(update_on_replica))
+    update()
+    tf.function(lambda: strategy.run(only_b, (ones,)))()
+    update()
+    values = {name: components(part.w) for name, part in root.items()}
+    assert len(set(values["a"])) == 1
+    assert values["a"][0] != 0.0
+    assert values["b"][0] != 0.0
+    assert values["c"] == [0.0] * n
+    assert float(optim.state("c.w")["momentums"]) == 0.0
+    assert float(optim.state("a.w")["momentums"]) != 0.0
+
+
+def claim_what_is_made_outside_of_the_scope_is_right_or_refused(strategy, folder):
+    # Case 24: an optimizer and an accumulator made outside work.
+    n = strategy.num_replicas_in_sync
+    outside = keras.optimizers.Adam(0.1)
+    optim, window = ModuleOptimizer(outside), GradientsAccumulator()
+    model = weight_in(strategy)
+
+    def on_replica(grad):
+        window.accumulate(model, GradientsParams({"w": grad}))
+        optim.step(None, model, window)
+
+    for mode in ("eager", "graph"):
+        run = lambda: strategy.run(on_replica, (per_replica(strategy, range_of(n)),))  # noqa: E731
+        (tf.function(run) if mode == "graph" else run)()
+        assert_alike_scalars(optim, model)
+    plain = Weight()
+    for call in (
+        lambda: strategy.run(
+            lambda: ModuleOptimizer("sgd").step(
+                1.0, plain, GradientsParams({"w": tf.constant(1.0)})
+            )
+        ),
+        lambda: strategy.run(
+            lambda: GradientsAccumulator().accumulate(
+                plain, GradientsParams({"w": tf.constant(1.0)})
+            )
+        ),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"wasn't made in this .* with strategy.scope\(\): m"
+        ):
+            call()
+    assert float(plain.w) == 0.0
+
+
+def range_of(n):
+    return [float(i) for i in range(n)]
+
+
+def assert_alike_scalars(optim, model):
+    for group in optim.records():
+        for key, variable in group.variables().items():
+            if key != "/learning_rate":  # the user's own, outside
+                assert len(set(map(float, components(variable)))) == 1, key
+    assert len(set(map(float, components(model.w)))) == 1
+
+
+def claim_a_step_outside_of_replicas_or_under_a_condition_raises(strategy, folder):
+    model, optim = weight_in(strategy), ModuleOptimizer("sgd")
+    grads = lambda: GradientsParams({"w": tf.constant(1.0)})  # noqa: E731
+    optim.build(model)
+
+    def in_scope():
+        with strategy.scope():
+            optim.step(1.0, model, grads())
+
+    def conditional():
+        def on_replica():
+            def yes():
+                optim.step(1.0, model, grads())
+                return tf.constant(0)
+
+            tf.cond(model.w < 1.0, yes, lambda: tf.constant(0))
+
+        tf.function(lambda: strategy.run(on_replica))()
+
+    for call, words in (
+        (in_scope, "outside of the replicas"),
+        (lambda: optim.step(1.0, model, grads()), "outside of the replicas"),
+        (lambda: tf.function(lambda: optim.step(1.0, model, grads()))(), "outside of the replic"),
+        (conditional, "decide between them in Python"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    assert set(components(model.w)) == {0.0}
+
+
+def claim_masks_differ_and_statistics_become_one(strategy, folder):
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((64,)),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(4),
+                keras.layers.BatchNormalization(momentum=0.5),
+            ]
+        )
+    view = tfloop.train(model)
+    drop, norm = model.layers[0], model.layers[-1]
+    optim = ModuleOptimizer("sgd").build(model)
+
+    @tfloop.compile(strategy=strategy)
+    def step(x):
+        with tfloop.Tape() as tape:
+            loss = tf.reduce_mean(view(x) ** 2)
+        optim.step(0.0, view, GradientsParams.from_grads(tape.backward(loss), view))
+        return drop(tf.ones((1, 64)), training=True)
+
+    masks = step(tf.random.normal((4 * n, 64), seed=1)).numpy()
+    assert len({mask.tobytes() for mask in masks}) == n
+    for variable in (norm.moving_mean, norm.moving_variance):
+        first, *others = components(variable)
+        assert all((first == other).all() for other in others)
+    assert (components(norm.moving_mean)[0] != 0).all()
+    step(tf.random.normal((1, 64), seed=1))  # leaves replicas without a sample
+    assert np.isfinite(components(norm.moving_mean)).all()
+    assert np.isfinite(components(model.layers[1].kernel)).all()
+
+    checkpoint = tfloop.Checkpoint(f"{folder}/masks", model=model)
+    checkpoint.save(1)
+    after = [step(tf.ones((n, 64))).numpy() for _ in range(2)]
+    checkpoint.restore()
+    again = [step(tf.ones((n, 64))).numpy() for _ in range(2)]
+    np.testing.assert_array_equal(after, again)
+    assert len({mask.tobytes() for mask in again[0]}) == n
+
+
+def claim_checkpoints_go_from_one_replica_to_many_and_back(strategy, folder):
+    def parts(where, steps, restore=None):
+        with where.scope():
+            model = mixed_model()
+        optim, window = ModuleOptimizer(keras.optimizers.Adam()), GradientsAccumulator()
+        name = f"{folder}/moves"
+        checkpoint = tfloop.Checkpoint(name, model=model, optim=optim, window=window)
+        if restore:
+            assert checkpoint.restore() == restore
+
+        @tfloop.compile(strategy=where)
+        def micro(batch):
+            ids, numbers, targets = batch
+            with tfloop.Tape() as tape:
+                loss = tf.reduce_mean((model([ids, numbers]) - targets) ** 2)
+            window.accumulate(model, GradientsParams.from_grads(tape.backward(loss), model))
+
+        @tfloop.compile(strategy=where)
+        def update(batch):
+            optim.step(0.01, model, window)
+
+        for number in steps:
+            begin = 8 * number
+            batch = tuple(tf.constant(a[begin : begin + 8]) for a in (IDS, NUMBERS, TARGETS))
+            micro(batch)
+            if number % 2:
+                update(batch)
+        checkpoint.save(steps[-1] + 1)
+        return {path: v.numpy() for path, v in tfloop.named_parameters(model).items()}
+
+    whole = parts(ONE, range(9))
+    parts(ONE, range(3))  # ends in the middle of a window
+    parts(strategy, range(3, 6), restore=3)
+    moved = parts(ONE, range(6, 9), restore=6)
+    for path, value in whole.items():
+        np.testing.assert_allclose(moved[path], value, rtol=2e-5, atol=2e-6, err_msg=path)
+
+
+def claim_every_optimizer_of_keras_keeps_replicas_equal(strategy, folder):
+    for name in (
+        *("SGD", "Adam", "AdamW", "RMSprop", "Nadam", "Lion", "Adagrad", "Adamax", "Ftrl"),
+        *("Adadelta", "ScheduleFreeAdamW", "Lamb", "Adafactor", "Muon"),
+    ):
+        options = {"use_ema": True, "ema_overwrite_frequency": 2} if name == "Adam" else {}
+        results = []
+        for where in (strategy, ONE):
+            with where.scope():
+                model = mixed_model()
+            optim = ModuleOptimizer(getattr(keras.optimizers, name)(**options))
+
+            @tfloop.compile(strategy=where)
+            def step(batch, optim=optim, model=model):
+                ids, numbers, targets = batch
+                with tfloop.Tape() as tape:
+                    loss = tf.reduce_mean((model([ids, numbers]) - targets) ** 2)
+                optim.step(0.01, model, GradientsParams.from_grads(tape.backward(loss), model))
+
+            for begin in (0, 8, 16):
+                step(tuple(tf.constant(a[begin : begin + 8]) for a in (IDS, NUMBERS, TARGETS)))
+            results.append({p: v.numpy() for p, v in tfloop.named_parameters(model).items()})
+            if where is strategy:
+                assert_alike(optim, model)
+        for path, value in results[0].items():
+            error = np.linalg.norm(value - results[1][path])
+            assert error <= 2e-5 * max(np.linalg.norm(value), 1), (name, path, error)
+
+
+def claim_distributed_data_sets_and_short_batches_equal_one_device(strategy, folder):
+    # Case 23: 7 samples in batches of 4.
+    def run(where, batches, distributed):
+        with where.scope():
+            model = mixed_model()
+        optim = ModuleOptimizer("sgd")
+
+        @tfloop.compile(strategy=where)
+        def step(batch):
+            ids, numbers, targets = batch
+            with tfloop.Tape() as tape:
+                loss = tf.reduce_mean((model([ids, numbers]) - targets) ** 2)
+            optim.step(0.1, model, GradientsParams.from_grads(tape.backward(loss), model))
+            return loss
+
+        losses = [float(step(batch)) for batch in batches]
+        return losses, {p: v.numpy() for p, v in tfloop.named_parameters(model).items()}
+
+    arrays = (IDS[:7], NUMBERS[:7], TARGETS[:7])
+    loader = tfloop.DataLoader(arrays, batch_size=4)
+    one = run(ONE, loader, False)
+    assert_equal_runs(run(strategy, loader, False), one)
+    spread = strategy.experimental_distribute_dataset(loader.as_dataset())
+    assert_equal_runs(run(strategy, spread, True), one)
+
+
+def claim_a_part_inside_the_replica_can_be_jitted(strategy, folder):
+    with strategy.scope():
+        model = mixed_model()
+    optim = ModuleOptimizer("adam")
+
+    @tf.function(jit_compile=True)
+    def gradients(ids, numbers, targets):
+        with tfloop.Tape() as tape:
+            loss = tf.reduce_mean((model([ids, numbers]) - targets) ** 2)
+        return loss, GradientsParams.from_grads(tape.backward(loss), model)
+
+    @tfloop.compile(strategy=strategy)
+    def step(batch):
+        loss, grads = gradients(*batch)
+        optim.step(0.1, model, grads)
+        return loss
+
+    batch = tuple(tf.constant(array[:8]) for array in (IDS, NUMBERS, TARGETS))
+    losses = [float(step(batch)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert_alike(optim, model)
+    with pytest.raises(ValueError, match="XLA can't compile around replicas"):
+        tfloop.compile(lambda x: x, strategy=strategy, jit_compile=True)
+
+
+def claim_results_come_back_as_one(strategy, folder):
+    n = strategy.num_replicas_in_sync
+
+    @tfloop.compile(strategy=strategy)
+    def step(batch, scale):
+        x = batch["x"]
+        return {
+            "mean": scale * tf.reduce_mean(x),
+            "half": tf.reduce_mean(tf.cast(x, tf.float16)),
+            "count": tf.shape(x)[0],
+            "rows": 2 * x,
+            "nested": (tf.reduce_max(x) > 2.0, None, 1),
+        }
+
+    x = tf.range(7.0)
+    found = step({"x": x}, 2.0)
+    np.testing.assert_allclose(found["mean"], 2 * x.numpy().mean(), rtol=1e-6)
+    assert found["half"].dtype == tf.float16
+    assert int(found["count"]) == 7
+    np.testing.assert_array_equal(found["rows"], 2 * x)
+    assert found["nested"][0].shape == (n,)
+    assert found["nested"][1] is None
+    assert int(found["nested"][2]) == n
+    found = step({"x": tf.range(1.0)}, 2.0)  # all but one replica without a sample
+    assert float(found["mean"]) == 0.0
+    fresh = tfloop.compile(lambda batch: batch, strategy=strategy)
+    for call, error, words in (
+        (lambda: fresh({"x": tf.constant(1.0)}), ValueError, "one common leading axis"),
+        (lambda: step({"x": tf.ragged.constant([[1]])}, 1.0), TypeError, "expected dense tensors"),
+        (lambda: step(batch={"x": x}, scale=1.0), TypeError, "needs its batch as first argument"),
+        (
+            lambda: tfloop.compile(lambda b: GradientsParams({"w": b}), strategy=strategy)(x),
+            TypeError,
+            "can't put gradients of replicas together",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def main(number, folder):
+    strategy = tfloop.strategy(f"cpu:{number}")
+    assert strategy.num_replicas_in_sync == int(number)
+    for name, claim in list(globals().items()):
+        if name.startswith("claim_"):
+            try:
+                claim(strategy, folder)
+            except BaseException:
+                print("FAILED", name, flush=True)
+                traceback.print_exc()
+            else:
+                print("ok", name, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
