@@ -384,7 +384,7 @@ def claim_what_is_made_outside_of_the_scope_is_right_or_refused(strategy, folder
         ),
     ):
         with pytest.raises(
-            RuntimeError, match=r"wasn't made in this .* with strategy.scope\(\): m"
+            RuntimeError, match=r"wasn't made in this .*`with strategy.scope\(\): m"
         ):
             call()
     assert float(plain.w) == 0.0
