@@ -88,7 +88,7 @@ def trained(strategy, clipping=None, window=None, updates=20, **options):
         return loss, tf.shape(ids)[0], ids
 
     @tfloop.compile(strategy=strategy)
-    def update(batch, lr):
+    def update(lr):
         optim.step(lr, view, window)
 
     losses, begin = [], 0
@@ -100,7 +100,7 @@ def trained(strategy, clipping=None, window=None, updates=20, **options):
         np.testing.assert_array_equal(ids, batch[0])
         losses.append(float(loss))
         if window is not None and number % 3 == 2:
-            update(batch, 0.05)
+            update(0.05)
             assert_window_is_empty(window)
         begin = (begin + size) % 150
     if strategy is not ONE:
@@ -491,15 +491,15 @@ def claim_checkpoints_go_from_one_replica_to_many_and_back(strategy, folder):
             window.accumulate(model, GradientsParams.from_grads(tape.backward(loss), model))
 
         @tfloop.compile(strategy=where)
-        def update(batch):
-            optim.step(0.01, model, window)
+        def update(lr):
+            optim.step(lr, model, window)
 
         for number in steps:
             begin = 8 * number
             batch = tuple(tf.constant(a[begin : begin + 8]) for a in (IDS, NUMBERS, TARGETS))
             micro(batch)
             if number % 2:
-                update(batch)
+                update(0.01)
         checkpoint.save(steps[-1] + 1)
         return {path: v.numpy() for path, v in tfloop.named_parameters(model).items()}
 
@@ -618,7 +618,11 @@ def claim_results_come_back_as_one(strategy, folder):
     assert float(found["mean"]) == 0.0
     fresh = tfloop.compile(lambda batch: batch, strategy=strategy)
     for call, error, words in (
-        (lambda: fresh({"x": tf.constant(1.0)}), ValueError, "one common leading axis"),
+        (
+            lambda: fresh((tf.constant([1.0]), tf.constant(1.0))),
+            ValueError,
+            "one common leading axis",
+        ),
         (lambda: step({"x": tf.ragged.constant([[1]])}, 1.0), TypeError, "expected dense tensors"),
         (lambda: step(batch={"x": x}, scale=1.0), TypeError, "needs its batch as first argument"),
         (

@@ -363,6 +363,8 @@ class TestBadInput:
             (["--log_every=0"], "`log_every` got 0"),
             (["--dataset=cifar"], "value should be one of <auto|mnist|digits>"),
             (["--jit_compile=maybe"], "--jit_compile=maybe"),
+            (["--strategy=gpu:9"], "finds too few GPUs: got 0, expected at least 9"),
+            (["--strategy=abacus"], "knows no such devices: got str 'abacus'"),
             (["--model.hidden_size=0"], "`model.hidden_size` got 0"),
             (["--model.dropout=1"], "`model.dropout` got 1.0, expected less than 1"),
             (["--optimizer.beta_1=nan"], "`optimizer.beta_1` got nan"),
@@ -451,6 +453,16 @@ def start(*arguments, **options):
 
 class TestProcess:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+    @again_after_native_abort
+    def test_it_trains_on_two_replicas(self, tmp_path):
+        arguments = ["--lr=1e-3", "--num_epochs=2", "--strategy=cpu:2", "--accumulate=2"]
+        process = start(*arguments, cwd=tmp_path, **self.pipes)
+        out, err = process.communicate(timeout=240)
+        check_not_aborted(process.returncode)
+        assert process.returncode == 0, err
+        valid = [line for line in out.splitlines() if line.startswith("[Epoch 2]")]
+        assert float(re.search(r"Valid .*accuracy ([\d.]+) %", valid[0]).group(1)) > 90
 
     @again_after_native_abort
     def test_it_runs_as_a_program_and_its_first_line_comes_soon(self, tmp_path):

@@ -29,7 +29,8 @@ def run(
       strategy: With one replica or many.
       fn: `fn(part, *args, **kwargs)`.
       batch: A structure of tensors with one common leading axis: the rows of all replicas, the same
-        on each worker. Or what `strategy.experimental_distribute_dataset` yields, as it is.
+        on each worker. Or what `strategy.experimental_distribute_dataset` yields, as it is. Scalars
+        alone are no batch, and the same for all.
       args: The same for all replicas.
       kwargs: The same for all replicas.
 
@@ -42,6 +43,10 @@ def run(
       TypeError: The batch has something else than dense tensors, or gradients are returned.
       ValueError: It has no common leading axis.
     """
+    if _has_no_rows(batch):
+        ones = strategy.experimental_distribute_values_from_function(lambda _: tf.constant(1))
+        outputs = strategy.run(fn, args=(batch, *args), kwargs=kwargs)
+        return _joined(strategy, outputs, ones)
     parts, rows, total, replicas = _spread(strategy, batch)
 
     def replica(part: Any, rows: tf.Tensor, args: Any, kwargs: Any) -> Any:
@@ -50,6 +55,11 @@ def run(
 
     outputs = strategy.run(replica, args=(parts, rows, tuple(args), dict(kwargs)))
     return _joined(strategy, outputs, rows)
+
+
+def _has_no_rows(batch: Any) -> bool:
+    leaves = tf.nest.flatten(batch)
+    return all(isinstance(leaf, tf.Tensor) and leaf.shape.rank == 0 for leaf in leaves)
 
 
 @_traces.not_converted

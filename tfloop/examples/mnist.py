@@ -60,6 +60,7 @@ class TrainingConfig(tfloop.Config):
     lr: float = Field(1e-4, ge=0, description="Learning rate.")
     accumulate: int = Field(1, gt=0, description="Batches behind each update.")
     jit_compile: bool = Field(False, description="Compile the steps with XLA.")
+    strategy: str = Field("auto", description="Devices: auto, cpu, cpu:2, gpu, tpu, multi_worker.")
     dataset: Literal["auto", "mnist", "digits"] = Field(
         "auto", description="auto: MNIST if it is there or its host answers, else the digits."
     )
@@ -98,11 +99,17 @@ def percent_correct(logits: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
 
 
 def train(
-    config: TrainingConfig, train_images: _images.Images, test_images: _images.Images
+    config: TrainingConfig,
+    train_images: _images.Images,
+    test_images: _images.Images,
+    strategy: tf.distribute.Strategy | None = None,
 ) -> Report:
     """Runs the loop and returns what it reported."""
+    strategy = strategy or tf.distribute.get_strategy()
     tfloop.seed(config.seed)
-    model = tfloop.train(config.model.init())  # A view: `model(x)` runs in training mode.
+    with strategy.scope():  # On one device it changes nothing.
+        net = config.model.init()
+    model = tfloop.train(net)  # A view: `model(x)` runs in training mode.
     optim = config.optimizer.init()
     window = tfloop.GradientsAccumulator(reduction="mean")
 
@@ -117,7 +124,9 @@ def train(
 
     train_loader, test_loader = loader(train_images), loader(test_images)
 
-    @tfloop.compile(jit_compile=config.jit_compile)
+    compiled = tfloop.compile(jit_compile=config.jit_compile, strategy=strategy)
+
+    @compiled
     def train_step(batch: Batch, lr: float) -> tuple[tf.Tensor, tf.Tensor]:
         with tfloop.Tape() as tape:
             logits = model(batch.images)
@@ -130,11 +139,11 @@ def train(
             window.accumulate(model, grads, weight=tf.shape(batch.targets)[0])
         return loss, percent_correct(logits, batch.targets)
 
-    @tfloop.compile(jit_compile=config.jit_compile)
+    @compiled
     def update(lr: float) -> None:
         optim.step(lr, model, window)  # The mean over the samples of all its batches.
 
-    @tfloop.compile(jit_compile=config.jit_compile)
+    @compiled
     def valid_step(batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         logits = model.valid()(batch.images)  # No dropout, and nothing recorded.
         return cross_entropy(logits, batch.targets), percent_correct(logits, batch.targets)
@@ -169,7 +178,9 @@ def main(config: TrainingConfig) -> None:
     """Finds the images and trains."""
     if config.resume and config.workdir is None:
         raise _command.UnusableInput("--resume needs the folder of the run: --workdir=FOLDER.")
-    train(config, *_images.load(config.dataset, config.data_dir))
+    with _command.blaming("--strategy"):
+        strategy = tfloop.strategy(config.strategy)  # Before TensorFlow is used.
+    train(config, *_images.load(config.dataset, config.data_dir), strategy)
 
 
 tfloop.flags.define_config(TrainingConfig)
