@@ -27,6 +27,56 @@ def test_finetuning_learns_more_from_few_samples_than_training_from_scratch():
     assert re.search(r"^head\.bias .*from_name\('beta', 'bias', 'gamma'\) .* -$", printed, re.M)
 
 
+def numbers(text: str) -> list[float]:
+    """The last number of each line that begins with a word, in order."""
+    return [
+        float(found)
+        for found in re.findall(r"^  [a-z].*?(-?[\d.]+(?:e-?\d+)?)(?: %)?$", text, re.M)
+    ]
+
+
+def test_the_samples_of_the_gan_come_near_to_real_digits():
+    before, after, real = numbers(run("gan.py", "--quick"))
+    assert real < after < 0.2 * before
+
+
+def test_the_student_learns_more_from_the_teacher_than_from_its_labels():
+    teacher, alone, taught = numbers(run("distillation.py", "--quick"))
+    assert alone + 5.0 < taught < teacher + 2.0
+
+
+def test_adversarial_training_withstands_attacks():
+    printed = run("adversarial.py", "--quick")
+    rows = re.findall(r"^  .*images +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.M)
+    (plain, _, plain_pgd), (robust, _, robust_pgd) = (map(float, row) for row in rows)
+    assert min(plain, robust) > 80.0
+    assert plain_pgd < 30.0 < robust_pgd - 10.0
+
+
+def test_the_cheap_task_helps_the_one_with_few_labels():
+    printed = run("multitask.py", "--quick")
+    alone, both = numbers(printed)
+    assert both > alone + 3.0
+    assert re.search(r"^trunk\.dense\.kernel .* all\(\) +Adam ", printed, re.M)
+    assert re.search(r"^number\.dense\.kernel .* from_name\('number'\) +AdamW ", printed, re.M)
+
+
+def test_the_penalty_holds_the_slope_at_one_and_makes_scores_a_distance():
+    printed = run("gradient_penalty.py", "--quick")
+    exact = float(re.search(r"exact distance is ([\d.]+)", printed)[1])
+    rows = re.findall(r"penalty +([\d.]+) +([\d.]+)$", printed, re.M)
+    (free_norm, free), (norm, estimate) = (map(float, row) for row in rows)
+    assert free_norm > 100.0
+    assert 0.8 < norm < 1.2
+    assert 0.8 * exact < estimate < 1.1 * exact < free
+
+
+def test_small_batches_add_up_to_the_large_one():
+    accumulated, microbatch, unweighted = numbers(run("big_batch.py", "--quick"))
+    assert max(accumulated, microbatch) < 1e-5
+    assert unweighted > 1e-3
+
+
 def test_the_blocks_of_the_guides_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for guide in sorted((ROOT / "docs").glob("*.md")):
