@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 import tfloop
 
 _EPOCHS = flags.DEFINE_integer("epochs", 40, "Passes over the training digits.", lower_bound=1)
-_EPSILON = flags.DEFINE_float("epsilon", 0.15, "The most a pixel in [0, 1] may change.")
+_EPSILON = flags.DEFINE_float("epsilon", 0.15, "The most a pixel in [0, 1] may change.", 0.0, 1.0)
 _LR = flags.DEFINE_float("lr", 2e-3, "Learning rate.", lower_bound=0.0)
 _QUICK = flags.DEFINE_bool("quick", False, "A few epochs, to see that everything works.")
 
@@ -97,7 +97,7 @@ def accuracy(net: keras.Model, images, labels) -> float:
 
 def main(_: list[str]) -> None:
     """Trains both networks, and attacks them."""
-    epochs = 10 if _QUICK.value else _EPOCHS.value
+    epochs = 8 if _QUICK.value else _EPOCHS.value
     train, (images, labels) = load()
 
     print(f"Accuracy in % under attacks of epsilon {_EPSILON.value}, {epochs} epochs:")

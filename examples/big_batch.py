@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 import tfloop
 
 _UPDATES = flags.DEFINE_integer("updates", 50, "Updates of the weights.", lower_bound=1)
-_BATCH = flags.DEFINE_integer("batch", 256, "Rows behind an update.", lower_bound=4)
+_BATCH = flags.DEFINE_integer("batch", 256, "Rows behind an update.", 1, 1797)
 _ROWS = flags.DEFINE_integer("rows", 60, "Rows that fit into memory at once.", lower_bound=1)
 _LR = flags.DEFINE_float("lr", 1e-3, "Learning rate.", lower_bound=0.0)
 _QUICK = flags.DEFINE_bool("quick", False, "A few updates, to see that everything works.")

@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 import tfloop
 
 _EPOCHS = flags.DEFINE_integer("epochs", 60, "Passes over all images.", lower_bound=1)
-_LABELS = flags.DEFINE_integer("labels", 50, "Labels that the student sees.", lower_bound=10)
+_LABELS = flags.DEFINE_integer("labels", 50, "Labels that the student sees.", 10, 1000)
 _TEMPERATURE = flags.DEFINE_float("temperature", 3.0, "Softens the targets.", lower_bound=1.0)
 _LR = flags.DEFINE_float("lr", 2e-3, "Learning rate.", lower_bound=0.0)
 _QUICK = flags.DEFINE_bool("quick", False, "A few epochs, to see that everything works.")

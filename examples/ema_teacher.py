@@ -20,9 +20,9 @@ from sklearn.datasets import load_digits
 import tfloop
 
 _EPOCHS = flags.DEFINE_integer("epochs", 100, "Passes over the images.", lower_bound=1)
-_LABELS = flags.DEFINE_integer("labels", 50, "Images that have a label.", lower_bound=10)
-_MOMENTUM = flags.DEFINE_float("momentum", 0.98, "Of the teacher: 0 copies the student.")
-_CONSISTENCY = flags.DEFINE_float("consistency", 20.0, "Weight of agreeing with the teacher.")
+_LABELS = flags.DEFINE_integer("labels", 50, "Images that have a label.", 10, 1200)
+_MOMENTUM = flags.DEFINE_float("momentum", 0.95, "Of the teacher: 0 copies the student.", 0.0, 1.0)
+_CONSISTENCY = flags.DEFINE_float("consistency", 30.0, "Weight of agreeing with the teacher.")
 _LR = flags.DEFINE_float("lr", 2e-3, "Learning rate.", lower_bound=0.0)
 _QUICK = flags.DEFINE_bool("quick", False, "A few epochs, to see that everything works.")
 

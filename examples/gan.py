@@ -123,7 +123,7 @@ def draw(images: np.ndarray) -> None:
 def main(_: list[str]) -> None:
     """Trains, and compares samples with real digits."""
     tfloop.seed(0)
-    epochs = 40 if _QUICK.value else _EPOCHS.value
+    epochs = 30 if _QUICK.value else _EPOCHS.value
 
     images = (load_digits().data / 16.0).astype("float32")
     images = np.random.permutation(images)

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 import tfloop
 
 _EPOCHS = flags.DEFINE_integer("epochs", 60, "Passes over the cheap labels.", lower_bound=1)
-_LABELS = flags.DEFINE_integer("labels", 50, "Digits labelled with their number.", lower_bound=10)
+_LABELS = flags.DEFINE_integer("labels", 50, "Digits labelled with their number.", 10, 1200)
 _LR = flags.DEFINE_float("lr", 2e-3, "Learning rate.", lower_bound=0.0)
 _QUICK = flags.DEFINE_bool("quick", False, "A few epochs, to see that everything works.")
 

@@ -71,6 +71,38 @@ def test_the_penalty_holds_the_slope_at_one_and_makes_scores_a_distance():
     assert 0.8 * exact < estimate < 1.1 * exact < free
 
 
+def test_the_mean_teacher_learns_from_images_without_labels():
+    alone, student, teacher = numbers(run("ema_teacher.py", "--quick"))
+    assert min(student, teacher) > alone + 2.0
+
+
+def test_sam_finds_flat_places_that_fit_clean_digits():
+    printed = run("sam.py", "--quick")
+    rows = re.findall(r"^  S.. .* ([\d.]+) %  +([\d.]+)$", printed, re.M)
+    (sgd, sgd_sharpness), (sam, sam_sharpness) = (map(float, row) for row in rows)
+    assert sam > sgd + 5.0
+    assert sam_sharpness < 0.5 * sgd_sharpness
+
+
+def test_meta_trained_weights_fit_a_new_task_in_one_step():
+    printed = run("maml.py", "--quick")
+    rows = re.findall(r"^  \w.* +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.M)
+    (_, at_once, _), (before, after, later) = (map(float, row) for row in rows)
+    assert after < 0.7 * min(before, at_once)
+    assert later < after
+
+
+def test_features_learned_without_labels_beat_pixels():
+    pixels, untrained, trained = numbers(run("contrastive.py", "--quick"))
+    assert trained > max(pixels, untrained) + 4.0
+
+
+def test_the_pole_stays_up_after_q_learning():
+    before, *_, after = numbers(run("dqn.py", "--quick"))
+    assert before < 50.0
+    assert after > 400.0
+
+
 def test_small_batches_add_up_to_the_large_one():
     accumulated, microbatch, unweighted = numbers(run("big_batch.py", "--quick"))
     assert max(accumulated, microbatch) < 1e-5
