@@ -478,6 +478,23 @@ def test_a_step_nested_in_a_foreign_function_raises_when_it_is_too_old():
     assert float(model.w) == 2.25
 
 
+def test_many_steps_are_not_taken_for_one_that_is_traced_again_and_again(caplog):
+    def made(number):
+        def step(x):
+            return x + number
+
+        return tfloop.compile(step)
+
+    with caplog.at_level("WARNING", "tensorflow"):
+        for number in range(6):
+            made(float(number))(tf.constant(1.0))
+        assert not caplog.records
+        words = tfloop.compile(lambda x, words: x)
+        for number in range(6):
+            words(tf.constant(1.0), str(number))
+        assert "triggered tf.function retracing" in caplog.text
+
+
 def test_functions_can_be_run_eagerly_for_debugging():
     model = Scalar()
     optim = ModuleOptimizer(keras.optimizers.SGD(1.0))

@@ -180,7 +180,9 @@ class CompiledStep:
 
     def _traceable(self, fn: Callable[..., Any]) -> Any:
         options = {"jit_compile": True} if self._jit_compile else {}
-        return tf.function(fn, reduce_retracing=True, **options)
+        # TensorFlow counts traces by the function's code and warns of many, and the code of `fn` is
+        # that of all steps. A partial has none, so it is counted by itself.
+        return tf.function(functools.partial(fn), reduce_retracing=True, **options)
 
 
 class _Program:
