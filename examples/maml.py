@@ -99,7 +99,7 @@ def make_test(net: keras.Model, steps: int):
 
 def main(_: list[str]) -> None:
     """Trains with and without the inner step, and adapts both to new sines."""
-    updates = 600 if _QUICK.value else _UPDATES.value
+    updates = 1000 if _QUICK.value else _UPDATES.value
     new = draw(np.random.default_rng(1), tasks=200)
 
     print(f"Mean squared error on new sines from {_POINTS.value} points, {updates} updates:")

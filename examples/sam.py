@@ -103,7 +103,7 @@ def sharpness(net: keras.Model, pixels: np.ndarray, labels: np.ndarray) -> float
 def main(_: list[str]) -> None:
     """Trains with both."""
     tfloop.seed(0)
-    epochs = 25 if _QUICK.value else _EPOCHS.value
+    epochs = 40 if _QUICK.value else _EPOCHS.value
     train, test = load()
 
     print(f"{100 * _WRONG.value:.0f} % of the labels drawn at random, {epochs} epochs:")
