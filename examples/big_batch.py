@@ -136,7 +136,7 @@ def main(_: list[str]) -> None:
 
     steps = {name: make(models[name]) for name, make in ways.items()}
     print(f"Losses of {_BATCH.value} rows, of which {_ROWS.value} at once:")
-    print("  update  " + "  ".join(steps))
+    print("  update  " + "  ".join(f"{name:>11}" for name in steps))
     for number, batch in enumerate(batches, start=1):
         losses = [step(batch, _LR.value) for step in steps.values()]
         if number == 1 or number % (updates // 5 or 1) == 0:

@@ -46,7 +46,7 @@ def build_networks() -> dict[str, keras.Model]:
 
 
 def build_distortion() -> keras.Model:
-    """Moves, turns, scales and blurs each image a little, by its own random numbers."""
+    """Moves, turns and scales each image a little and adds noise; each by its own draw."""
     layers = keras.layers
     options = {"fill_mode": "constant", "fill_value": 0.0}
     return keras.Sequential(

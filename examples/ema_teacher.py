@@ -3,7 +3,7 @@
 `--labels` digits have a label, the others have none. The student sees each image with noise and
 dropout, and is to agree with what the teacher says of the image as it is. The teacher is never
 trained: after each step `tfloop.blend` moves it a little towards the student, so it is an average
-over many students, and wavers less than any of them.
+of the students so far, the last ones above all.
 
 It prints the accuracy of the same network trained on the labels alone, of the student, and of its
 teacher.
