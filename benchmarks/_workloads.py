@@ -120,7 +120,7 @@ def _small_variables(*numbers: int) -> Workload:
 
 def workloads(*, quick: bool) -> dict[str, Workload]:
     """All tables by name; `quick` leaves out what takes a minute to trace."""
-    return {
+    tables = {
         "W1": Workload(
             "convolutional network of the MNIST example, 512 hidden units, batch 64, Adam",
             _entries(tasks.MNIST, 30, P1, FED, FIT, OURS, OURS_FED)
@@ -168,3 +168,6 @@ def workloads(*, quick: bool) -> dict[str, Workload]:
             [Target(LOADER, TF_DATA, 1.0, 5.0)],
         ),
     }
+    if quick:
+        del tables["W4-transformer"]
+    return tables
