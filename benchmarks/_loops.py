@@ -5,15 +5,21 @@ once, and gives the losses of all batches, or their mean where `fit` keeps only 
 is written here reads a loss before its end.
 """
 
+import atexit
 import itertools
+import json
 import math
+import subprocess
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import tfloop
+from benchmarks import _peers
 from benchmarks._tasks import NO_DECAY, RATE, Data, Task
 
 Run = Callable[[], list[Any]]
@@ -138,6 +144,27 @@ def many_steps_a_call(
     def run():
         batches, calls = iter(loader), math.ceil(len(loader) / steps)
         return [step.run(batches, RATE, steps=steps) for _ in range(calls)]
+
+    return run
+
+
+def peer(task: Task, model: keras.Model, data: Data, *, name: str, python: str) -> Run:
+    """A loop of `_peers.py`, in a child process that waits while others run."""
+    weights = model.get_weights()
+    layers = {f"{'wb'[n % 2]}{n // 2}": array for n, array in enumerate(weights)}
+    x, y = (a.reshape(-1, data.batch_size, *a.shape[1:]) for a in (data.x, data.y))
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(f"{folder}/given.npz", x=x, y=y, **layers)
+        command = [python, _peers.__file__, name, f"{folder}/given.npz"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        greeting = child.stdout.readline().strip()
+    atexit.register(child.communicate)  # It ends with its input.
+    if greeting != "ready":
+        raise Unavailable(greeting or "failed")
+
+    def run():
+        print("run", file=child.stdin, flush=True)
+        return [json.loads(child.stdout.readline())]
 
     return run
 

@@ -23,16 +23,23 @@ class Result:
     """What was measured of one loop.
 
     Attributes:
+      entry: The loop.
       seconds: For each round, the time of one update.
       first: Seconds that the first round took beyond a later one: tracing, and building state.
       variables: Trainable variables of its model.
       difference: The largest relative difference of a loss of the first round to the reference's.
     """
 
+    entry: Entry
     seconds: np.ndarray
     first: float
     variables: int
     difference: float
+
+    @property
+    def is_same_work(self) -> bool:
+        """Are the losses those of its base, within its tolerance?"""
+        return self.difference < self.entry.tolerance
 
 
 def measure(
@@ -72,8 +79,9 @@ def measure(
         if entry.label in runs:
             (took, losses), times = first[entry.label], np.array(seconds[entry.label])
             found[entry.label] = Result(
+                entry,
                 seconds=times / entry.updates,
-                first=max(took - float(np.median(times)), 0.0),
+                first=max(took - float(np.median(times)), 1e-3),
                 variables=variables[entry.label],
                 difference=_difference(losses, first[entry.base][1]),
             )

@@ -16,17 +16,18 @@ from benchmarks._workloads import Target, Workload
 _HEAD = """\
 # Benchmarks
 
-Made by `python -m benchmarks`, on {date}, with {versions}, on {cores} cores ({machine}), {rounds}
-rounds. All loops of a table take turns in one process; a figure with a spread is the median over
-the rounds and, in brackets, the quartiles.
+Made by `python -m benchmarks` on {date}: {versions}; {cores} cores, {machine}; {rounds} rounds.
+
+All loops of a table take turns, round after round, in one process. A figure with a spread is the
+median over the rounds and, in brackets, the quartiles.
 
 - **speed**: P1's time / the loop's time in the same round; above 1 is faster than P1. A difference
   of less than 15 % isn't established by one run, so a target below 1.1 reads "no loss seen".
 - **ms**: one update, micro-batches included, median. `fit` starts anew in each round, which costs
   it 2 to 5 % here that a long epoch wouldn't show.
 - **first step**: seconds that the first round took longer than a later one, i.e. tracing.
-- **losses**: the largest relative difference of a loss of the first round to P1's, from the same
-  weights, on the same batches. More than {tolerance:g} would be other work, and fails the run.
+- **losses**: the largest relative difference to P1's losses in the first round, from the same
+  weights, on the same batches. Far above rounding it would be other work, and fails the run.
 - **targets**: what the loop is to reach: a floor to hold, and an aim.
 
 ## What isn't promised
@@ -38,8 +39,6 @@ XLA is an option, never the default: on this kind of CPU it makes convolutions m
 Nothing was measured on a GPU or TPU.
 """
 
-TOLERANCE = 1e-3
-
 
 def head(rounds: int) -> str:
     """The title, what was measured on what, and how to read it."""
@@ -48,10 +47,9 @@ def head(rounds: int) -> str:
     return _HEAD.format(
         date=datetime.date.today(),
         versions=", ".join([f"Python {platform.python_version()}", *versions]),
-        cores=len(os.sched_getaffinity(0)),
+        cores=os.cpu_count(),
         machine=platform.machine(),
         rounds=rounds,
-        tolerance=TOLERANCE,
     )
 
 
@@ -80,12 +78,6 @@ def table(name: str, workload: Workload, results: Mapping[str, Result | str]) ->
     return "\n".join(lines) + "\n"
 
 
-def is_same_work(results: Mapping[str, Result | str]) -> bool:
-    """Do all loops give the losses of their base?"""
-    measured = [result for result in results.values() if isinstance(result, Result)]
-    return all(result.difference < TOLERANCE for result in measured)
-
-
 def memory(shares: Mapping[str, float]) -> str:
     """What accumulators take, as copies of the parameters."""
     lines = [
@@ -110,17 +102,20 @@ def _verdict(target: Target, results: Mapping[str, Result | str]) -> str:
     if isinstance(result, str) or isinstance(versus, str):
         return f"vs {name}: not measured"
     times = result.seconds / versus.seconds
-    what, bound, sign = f"{target.quantity} ", "at most", -1
     if target.quantity == "speed":
-        what, bound, sign = "", "at least", 1
-        value = np.median(1 / times)
-    elif target.quantity == "first step":
-        value = result.first / versus.first
-    elif target.quantity == "time a variable":
-        value = np.median(times) * versus.variables / result.variables
+        value, bound, sign = np.median(1 / times), "at least", 1
+        text = f"{value:.2f} vs {name}"
     else:
-        value = 1e6 * np.median(result.seconds - versus.seconds)
+        bound, sign = "at most", -1
+        if target.quantity == "first step":
+            value = result.first / versus.first
+            text = f"first step {value:.2f} of {name}"
+        elif target.quantity == "time a variable":
+            value = np.median(times) * versus.variables / result.variables
+            text = f"time a variable {value:.2f} of {name}"
+        else:
+            value = 1e6 * np.median(result.seconds - versus.seconds)
+            text = f"{value:.0f} us more than {name}"
     reached = [sign * value >= sign * limit for limit in (target.aim, target.floor)]
     word = "aim reached" if reached[0] else "held" if reached[1] else "**missed**"
-    limits = f"{bound} {target.floor:g}, aim {target.aim:g}"
-    return f"{what}vs {name} {value:.2f} ({limits}): {word}"
+    return f"{text} ({bound} {target.floor:g}, aim {target.aim:g}): {word}"

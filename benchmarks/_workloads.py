@@ -1,6 +1,7 @@
 """What is compared with what, and how fast we want to be."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -17,6 +18,9 @@ ON_BATCH = "`train_on_batch`"
 EAGER = "hand loop, eager"
 KERAS = "P1, Keras' optimizer accumulates"
 SCATTER = "P1, sparse rows scattered"
+TORCH = "PyTorch eager, fused Adam"
+JAX = "JAX, one jitted step a call"
+JAX_50 = "JAX, a scan of 50 steps a call"
 NOTHING = "an empty `tf.function`"
 RAW = "its op, called directly"
 TF_DATA = "`tf.data`: shuffle, batch, prefetch"
@@ -57,13 +61,17 @@ LOOPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A row: a loop on a task, so many updates a round, compared with the row `base`."""
+    """A row: a loop on a task, so many updates a round, compared with the row `base`.
+
+    Its losses differ from those of `base` by less than `tolerance`, or it does other work.
+    """
 
     label: str
     base: str
     loop: Callable
     task: Task
     updates: int
+    tolerance: float = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +103,15 @@ def _entries(task: Task, updates: int, *labels: str, base: str = P1) -> list[Ent
     return [Entry(label, base, LOOPS[label], task, updates) for label in labels]
 
 
+def _peers(python: str) -> list[Entry]:
+    loop = partial(loops.peer, python=python)
+    # In the Adam of others the epsilon stands elsewhere: hence the tolerance.
+    return [
+        Entry(label, P1, partial(loop, name=name), tasks.MLP, 500, tolerance=1e-2)
+        for label, name in ((TORCH, "torch"), (JAX, "jax"), (JAX_50, "jax_scan"))
+    ]
+
+
 def _accumulation(title: str, task: Task, updates: int, floor: float, aim: float) -> Workload:
     base = Entry(P1, P1, loops.hand_accumulation, task, updates)
     scattered = [SCATTER] if task is tasks.EMBEDDING else []
@@ -118,8 +135,11 @@ def _small_variables(*numbers: int) -> Workload:
     return Workload("N small variables: a chain of dense layers of 16 units", entries, targets)
 
 
-def workloads(*, quick: bool) -> dict[str, Workload]:
-    """All tables by name; `quick` leaves out what takes a minute to trace."""
+def workloads(*, quick: bool, peers_python: str = sys.executable) -> dict[str, Workload]:
+    """All tables by name; `quick` leaves out what takes long to trace.
+
+    PyTorch and JAX are looked for in the environment of `peers_python`.
+    """
     tables = {
         "W1": Workload(
             "convolutional network of the MNIST example, 512 hidden units, batch 64, Adam",
@@ -136,18 +156,22 @@ def workloads(*, quick: bool) -> dict[str, Workload]:
             "dense network 64-32-10, batch 32, Adam: what a call costs",
             _entries(tasks.MLP, 500, P1, FED, FIT, FIT_10, ON_BATCH)
             + _entries(tasks.MLP, 500, OURS, OURS_FED, RUN_50, JIT_50)
-            + _entries(tasks.MLP, 10, EAGER, OURS_EAGER),
+            + _entries(tasks.MLP, 10, EAGER, OURS_EAGER)
+            + _peers(peers_python),
             [
                 Target(OURS, P1, 2.5, 5.0),
                 Target(OURS, FIT, 4.0, 7.0),
+                Target(OURS, TORCH, 2.0, 3.0),
+                Target(OURS, JAX, 0.7, 1.0),
                 Target(JIT_50, P1, 10.0, 18.0),
+                Target(JIT_50, JAX_50, 0.5, 1.0),
                 Target(OURS_EAGER, EAGER, 0.9, 1.2),
             ],
         ),
         "W3": Workload(
             "transformer encoder, 6 layers of width 64, 100 variables, batch 16 x 32, AdamW that "
             "spares biases and norms",
-            _entries(tasks.TRANSFORMER, 10, P1, GROUPS, FIT, OURS),
+            _entries(tasks.TRANSFORMER, 10, P1, *([] if quick else [GROUPS, FIT]), OURS),
             [Target(OURS, P1, 0.95, 1.1), Target(OURS, P1, 0.75, 0.5, "first step")],
         ),
         "W4-CNN": _accumulation("the network of W1", tasks.MNIST_8, 3, 0.95, 1.15),
