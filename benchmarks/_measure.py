@@ -25,7 +25,8 @@ class Result:
     Attributes:
       entry: The loop.
       seconds: For each round, the time of one update.
-      first: Seconds that the first round took beyond a later one: tracing, and building state.
+      first: Seconds that the first round took beyond the fastest later one: tracing, and building
+        state.
       variables: Trainable variables of its model.
       difference: The largest relative difference of a loss of the first round to the reference's.
     """
@@ -81,7 +82,7 @@ def measure(
             found[entry.label] = Result(
                 entry,
                 seconds=times / entry.updates,
-                first=max(took - float(np.median(times)), 1e-3),
+                first=max(took - float(np.min(times)), 1e-3),
                 variables=variables[entry.label],
                 difference=_difference(losses, first[entry.base][1]),
             )
@@ -93,13 +94,17 @@ def accumulation_memory(task: Task) -> float:
 
     Read off the process, not the accumulator, so that nothing is left out.
     """
-    model = task.model()
-    before = {id(thing) for thing in gc.get_objects()}
+    model, before = task.model(), _variables()
     window = tfloop.GradientsAccumulator(reduction="mean")
     window.build(model)
-    made = [thing for thing in gc.get_objects() if isinstance(thing, tf.Variable)]
-    held = sum(v.dtype.size * v.shape.num_elements() for v in made if id(v) not in before)
+    old = {id(variable) for variable in before}
+    made = [variable for variable in _variables() if id(variable) not in old]
+    held = sum(v.dtype.size * v.shape.num_elements() for v in made)
     return held / sum(4 * v.shape.num_elements() for v in model.trainable_variables)
+
+
+def _variables() -> list[tf.Variable]:
+    return [thing for thing in gc.get_objects() if isinstance(thing, tf.Variable)]
 
 
 def _timed(run: Run) -> tuple[float, np.ndarray]:

@@ -25,7 +25,7 @@ median over the rounds and, in brackets, the quartiles.
   of less than 15 % isn't established by one run, so a target below 1.1 reads "no loss seen".
 - **ms**: one update, micro-batches included, median. `fit` starts anew in each round, which costs
   it 2 to 5 % here that a long epoch wouldn't show.
-- **first step**: seconds that the first round took longer than a later one, i.e. tracing.
+- **first step**: seconds that the first round took beyond the fastest later one, i.e. tracing.
 - **losses**: the largest relative difference to P1's losses in the first round, from the same
   weights, on the same batches. Far above rounding it would be other work, and fails the run.
 - **targets**: what the loop is to reach: a floor to hold, and an aim.

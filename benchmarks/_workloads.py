@@ -177,8 +177,7 @@ def workloads(*, quick: bool, peers_python: str = sys.executable) -> dict[str, W
         "W4-CNN": _accumulation("the network of W1", tasks.MNIST_8, 3, 0.95, 1.15),
         "W4-transformer": _accumulation("the network of W3", tasks.TRANSFORMER_8, 2, 1.0, 1.4),
         "W5": _accumulation(
-            "embedding of 50,000 x 64 with repeated ids, a dense layer, batch 32 x 32, Adam",
-            *(tasks.EMBEDDING, 10, 2.5, 5.0),
+            "embedding of 50,000 x 64 with repeated ids", tasks.EMBEDDING, 10, 2.5, 5.0
         ),
         "W6": _small_variables(10, 100, *([] if quick else [500])),
         "Calls": Workload(
