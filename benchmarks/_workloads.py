@@ -122,16 +122,20 @@ def _accumulation(title: str, task: Task, updates: int, floor: float, aim: float
     )
 
 
+def _with_number(label: str, n: int) -> str:
+    return f"{label.rstrip('*')}, N = {n}{'**' if label.endswith('**') else ''}"
+
+
 def _small_variables(*numbers: int) -> Workload:
     entries = []
     for n in numbers:
-        base = f"{P1}, N = {n}"
-        rows = ((base, loops.by_hand), (f"{OURS}, N = {n}", loops.compiled))
+        base, ours = (_with_number(label, n) for label in (P1, OURS))
+        rows = ((base, loops.by_hand), (ours, loops.compiled))
         entries += [Entry(label, base, loop, tasks.narrow(n), 20) for label, loop in rows]
-    hundred = [f"{label}, N = 100" for label in (OURS, P1)]
+    hundred = [_with_number(label, 100) for label in (OURS, P1)]
     targets = [Target(*hundred, 2.5, 4.0), Target(*hundred, 0.5, 0.25, "first step")]
     if 500 in numbers:
-        targets.append(Target(f"{OURS}, N = 500", hundred[0], 1.2, 1.0, "time a variable"))
+        targets.append(Target(_with_number(OURS, 500), hundred[0], 1.2, 1.0, "time a variable"))
     return Workload("N small variables: a chain of dense layers of 16 units", entries, targets)
 
 
