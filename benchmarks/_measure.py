@@ -51,7 +51,7 @@ def measure(
     Args:
       entries: The loops; the losses of each are compared with those of its `base`.
       updates: In a round, instead of each entry's own number.
-      rounds: After the first round, in which everything is traced.
+      rounds: After two that warm up; in the first everything is traced.
 
     Returns:
       Label -> result, or the reason why that loop can't run here.
@@ -68,6 +68,9 @@ def measure(
             first[entry.label] = _timed(runs[entry.label])
         except Unavailable as reason:
             found[entry.label] = str(reason)
+    # After a new trace TensorFlow prepares older functions once more, at their next call.
+    for run in runs.values():
+        run()
     # Collections then look at new objects alone, not at those of all these models and traces.
     gc.collect()
     gc.freeze()
