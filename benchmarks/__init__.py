@@ -1,0 +1,1 @@
+"""Measures loops written with tfloop against the loops people write without it."""
