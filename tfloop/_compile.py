@@ -11,11 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
 
 from tfloop import _distribution, _replicas, _traces
+from tfloop._launch import Launcher, as_argument
 from tfloop._messages import described
 from tfloop._traces import Dependency
 
@@ -130,16 +129,19 @@ class CompiledStep:
     @_traces.not_converted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step."""
-        args, kwargs = tf.nest.map_structure(_as_argument, (args, kwargs))
         if not tf.executing_eagerly():
             # A part of the outer trace, which is watched by its owner or not at all: made anew,
             # so that the outer one learns what it depends on and checks what it must.
+            args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
             return self._traceable(self._traced)(*args, **kwargs)
+        return self._current().launch(args, kwargs)
+
+    def _current(self) -> "_Program":
+        """The program whose traces are still right."""
         with self._lock:
             if self._program is None or self._program.is_stale():
                 self._program = _Program(self)
-            run = self._program.run
-        return run(*args, **kwargs)
+            return self._program
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
@@ -191,7 +193,7 @@ class _Program:
     def __init__(self, step: CompiledStep) -> None:
         self._step = step
         self._seen: dict[int, tuple[Dependency, object]] = {}
-        self.run = step._traceable(self._recorded)
+        self.launch = Launcher(step._traceable(self._recorded), lambda: step.trace_count)
 
     def is_stale(self) -> bool:
         """Has something changed that a trace has read?"""
@@ -208,15 +210,3 @@ class _Program:
     def _note(self, found: dict[int, Dependency]) -> None:
         # A new dict: another thread may be reading the old one.
         self._seen = self._seen | {key: (t, t.fingerprint()) for key, t in found.items()}
-
-
-def _as_argument(leaf: Any) -> Any:
-    """Numbers as tensors, so that a new value is no new trace; bools and enums stay Python."""
-    if type(leaf) is int or isinstance(leaf, np.integer):
-        if -(2**31) <= leaf < 2**31:
-            return tf.constant(leaf, tf.int32)
-        return tf.constant(leaf, tf.int64) if -(2**63) <= leaf < 2**63 else leaf
-    if type(leaf) is float or isinstance(leaf, np.floating):
-        double = keras.config.floatx() == "float64"
-        return tf.constant(leaf, tf.float64 if double else tf.float32)
-    return leaf

@@ -1,0 +1,238 @@
+"""The shortest way into a function that is traced already.
+
+`tf.function` looks at its arguments anew at each call, for some 0.4 ms. A launcher knows by their
+dtypes, shapes and structure which traced function they lead to, and starts it through the public
+`tf.raw_ops.StatefulPartitionedCall`, the operation by which TensorFlow calls functions in graphs.
+Where that isn't the same call, it goes the ordinary way. Which way a function takes follows from
+its graph and never from a clock, so that runs are alike.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+try:  # TensorFlow has no public question for open tapes; without this one nothing is shortened.
+    from tensorflow.python.eager.record import could_possibly_record as _a_tape_is_open
+except ImportError:
+
+    def _a_tape_is_open() -> bool:
+        return True
+
+
+_EagerTensor: Any = type(tf.constant(0))
+_LARGE = 2**18
+"""Elements of a tensor from which on operations gain more from running side by side, which the
+short way gives up, than a call costs."""
+_MOST_CONSTANTS = 64
+
+
+class _Unknown(Exception):
+    """An argument of a kind that only `tf.function` itself can judge."""
+
+
+class _Plan(NamedTuple):
+    """How a traced function is started.
+
+    Attributes:
+      concrete: It, kept alive.
+      order: Which leaf of the arguments each input is.
+      captured: Its other inputs.
+      dtypes: Of its outputs.
+      pack: Its results from the flat outputs.
+    """
+
+    concrete: Any
+    order: Sequence[int]
+    captured: list[tf.Tensor]
+    dtypes: list[tf.DType]
+    pack: Callable[[list[tf.Tensor]], Any]
+
+
+class Launcher:
+    """Calls a `tf.function`, the short way where that is safe.
+
+    Args:
+      function: It.
+      trace_count: How often it has been traced so far.
+    """
+
+    def __init__(self, function: Any, trace_count: Callable[[], int]) -> None:
+        self._function = function
+        self._trace_count = trace_count
+        self._plans: dict[Any, _Plan | None] = {}
+        self._constants: dict[Any, tf.Tensor] = {}
+        self._seen: set[Any] = set()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function's result."""
+        if _a_tape_is_open() or tf.distribute.has_strategy() or tf.config.functions_run_eagerly():
+            return self._function(*self.converted(args), **self.converted(kwargs))
+        leaves: list[tf.Tensor] = []
+        try:
+            key = self._key(args, leaves), self._key(kwargs, leaves) if kwargs else None
+            plan = self._plans[key]
+        except _Unknown:
+            return self._function(*self.converted(args), **self.converted(kwargs))
+        except KeyError:
+            return self._first_calls(key, args, kwargs)
+        if plan is None:
+            return self._function(*self.converted(args), **self.converted(kwargs))
+        inputs = [leaves[place] for place in plan.order]
+        try:
+            outputs = tf.raw_ops.StatefulPartitionedCall(
+                args=inputs + plan.captured, Tout=plan.dtypes, f=plan.concrete
+            )
+        except tf.errors.OpError as error:
+            raise _located(error, plan.concrete) from None
+        return plan.pack(outputs)
+
+    def converted(self, structure: Any) -> Any:
+        """Numbers as tensors, so that a new value is no new trace."""
+        return tf.nest.map_structure(self._as_argument, structure)
+
+    def _as_argument(self, leaf: Any) -> Any:
+        return self._number(leaf) if _is_number(leaf) else leaf
+
+    def _number(self, number: Any) -> Any:
+        """A tensor for a number; bools and enums stay Python. Those of before are kept."""
+        key = type(number), number
+        tensor = self._constants.get(key) if number else None  # -0.0 equals 0.0
+        if tensor is None:
+            tensor = _as_tensor(number)
+            # In a trace it would be a part of the graph.
+            if isinstance(tensor, _EagerTensor) and len(self._constants) < _MOST_CONSTANTS:
+                self._constants[key] = tensor
+        return tensor
+
+    def _key(self, thing: Any, leaves: list[tf.Tensor]) -> Any:
+        """What decides which trace fits, by value; collects the tensors on the way.
+
+        Raises:
+          _Unknown: Something else than tensors, numbers, flags and plain containers of these.
+        """
+        kind = type(thing)
+        if kind is _EagerTensor:
+            leaves.append(thing)
+            return thing.dtype, thing.shape
+        if kind is float or kind is int:
+            tensor = self._number(thing)
+            if type(tensor) is not _EagerTensor:
+                raise _Unknown
+            leaves.append(tensor)
+            return tensor.dtype, tensor.shape
+        if kind is tuple or kind is list or (isinstance(thing, tuple) and hasattr(kind, "_fields")):
+            return (kind, *[self._key(part, leaves) for part in thing])
+        if kind is dict:
+            return (kind, *[(name, self._key(part, leaves)) for name, part in thing.items()])
+        if thing is None or kind is bool or kind is str:
+            return kind, thing
+        raise _Unknown
+
+    def _first_calls(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call goes the ordinary way and may trace; after the second all is known."""
+        args, kwargs = self.converted(args), self.converted(kwargs)
+        outputs = self._function(*args, **kwargs)
+        if key in self._seen:
+            self._plans[key] = self._planned(args, kwargs)
+        self._seen.add(key)
+        return outputs
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan | None:
+        """How these arguments lead to a traced function, or `None` for the ordinary way."""
+        traces = self._trace_count()
+        concrete = self._function.get_concrete_function(*args, **kwargs)
+        if self._trace_count() != traces or not _gains(concrete):
+            return None
+        # Copies, so that one tensor in two places can be told apart.
+        args, kwargs = tf.nest.map_structure(
+            lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, (args, kwargs)
+        )
+        leaves: list[tf.Tensor] = []
+        self._key(args, leaves)
+        self._key(kwargs, leaves)
+        place = {id(leaf): number for number, leaf in enumerate(leaves)}
+        try:
+            kind = concrete.function_type
+            inputs = kind.unpack_inputs(kind.bind(*args, **kwargs))
+            order = [place[id(tensor)] for tensor in inputs]
+            pack = _packer(concrete.structured_outputs, iter(range(len(concrete.outputs))))
+        except (AttributeError, KeyError, TypeError, _Unknown):
+            return None  # Another TensorFlow, or arguments that it converts.
+        captured = list(concrete.captured_inputs)
+        if len(order) + len(captured) != len(concrete.inputs):
+            return None
+        dtypes = [output.dtype for output in concrete.outputs]
+        return _Plan(concrete, order, captured, dtypes, pack)
+
+
+def as_argument(leaf: Any) -> Any:
+    """A number as a tensor, so that a new value is no new trace; bools and enums stay Python."""
+    return _as_tensor(leaf) if _is_number(leaf) else leaf
+
+
+def _as_tensor(number: Any) -> Any:
+    """A number as a tensor; one that no integer dtype holds stays as it is."""
+    if isinstance(number, (int, np.integer)):
+        if -(2**31) <= number < 2**31:
+            return tf.constant(number, tf.int32)
+        return tf.constant(number, tf.int64) if -(2**63) <= number < 2**63 else number
+    double = keras.config.floatx() == "float64"
+    return tf.constant(number, tf.float64 if double else tf.float32)
+
+
+def _is_number(leaf: Any) -> bool:
+    kind = type(leaf)
+    return kind is int or kind is float or isinstance(leaf, (np.integer, np.floating))
+
+
+def _gains(concrete: Any) -> bool:
+    """Is a call dear beside what it computes? Convolutions and large tensors say no."""
+    if concrete.graph.deferred_external_captures:
+        return False  # They are looked up anew at each call.
+    for operation in concrete.graph.get_operations():
+        if "Conv" in operation.type:
+            return False
+        for output in operation.outputs:
+            count = output.shape.num_elements()
+            if count is not None and count > _LARGE:
+                return False
+    return True
+
+
+def _packer(structure: Any, numbers: Any) -> Callable[[list[tf.Tensor]], Any]:
+    """A function from flat outputs to the structure; the order is that of `tf.nest`.
+
+    Raises:
+      _Unknown: The structure has other containers, or leaves that are no plain tensors.
+    """
+    if isinstance(structure, tf.Tensor):
+        number = next(numbers)
+        return lambda outputs: outputs[number]
+    if structure is None:
+        return lambda outputs: None
+    kind = type(structure)
+    if kind is dict:
+        # Flat outputs follow the sorted keys.
+        made = {name: _packer(structure[name], numbers) for name in sorted(structure)}
+        parts = {name: made[name] for name in structure}
+        return lambda outputs: {name: part(outputs) for name, part in parts.items()}
+    if kind in (tuple, list) or (isinstance(structure, tuple) and hasattr(kind, "_fields")):
+        packers = [_packer(part, numbers) for part in structure]
+        if hasattr(kind, "_fields"):
+            return lambda outputs: kind(*[part(outputs) for part in packers])
+        return lambda outputs: kind([part(outputs) for part in packers])
+    raise _Unknown
+
+
+def _located(error: tf.errors.OpError, concrete: Any) -> tf.errors.OpError:
+    """The error with the lines of the user's code, as `tf.function` gives it."""
+    try:
+        from tensorflow.python.framework import error_interpolation
+
+        message = error_interpolation.interpolate_graph(error.message, concrete.graph)
+    except (ImportError, AttributeError):
+        return error
+    return type(error)(error.node_def, error.op, message)
