@@ -8,12 +8,13 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfloop import _distribution, _replicas, _traces
+from tfloop import _distribution, _many, _replicas, _traces
+from tfloop._arguments import whole_number
 from tfloop._launch import Launcher, as_argument
 from tfloop._messages import described
 from tfloop._traces import Dependency
@@ -124,6 +125,7 @@ class CompiledStep:
         self._strategy = None if _replicas.is_default(strategy) else strategy
         self._attribute = getattr(fn, "__name__", None)
         self._program: _Program | None = None
+        self._returned: Any = None  # by `run`, whose next call may have no step to run
         self._lock = threading.Lock()
 
     @_traces.not_converted
@@ -135,6 +137,52 @@ class CompiledStep:
             args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
             return self._traceable(self._traced)(*args, **kwargs)
         return self._current().launch(args, kwargs)
+
+    @_traces.not_converted
+    def run(self, iterator: Iterator[Any], *args: Any, steps: int, **kwargs: Any) -> Any:
+        """Runs up to `steps` steps in one call of the graph.
+
+        The batches are drawn and stacked first; a `DataLoader`'s iterator stacks them ahead of the
+        loop. The results are those of as many single calls. Where fewer than `steps` batches are
+        left, or the last is shorter, these run one by one.
+
+        Args:
+          iterator: Batches, as `iter(loader)` gives them.
+          *args: The step's other arguments, the same for all steps. A rate that changes per step
+            comes from the optimizer (`lr=None`) or from a scheduler stepped inside.
+          steps: At most so many.
+          **kwargs: As `args`.
+
+        Returns:
+          What the steps return, each tensor with a leading axis of the steps that were run: 0 once
+          the iterator is at its end.
+
+        Raises:
+          ValueError: The iterator is empty from the start, or `steps` is below 1.
+          TypeError: It is no iterator, or `steps` no int.
+          RuntimeError: It is called in a trace.
+        """
+        call = "compiled_step.run(iterator, steps=K)"
+        steps = whole_number(call, "steps", steps, least=1, fix="steps=10")
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"`{call}` was called in a trace: got a graph, expected eager code. Batches drawn "
+                "there would become a part of it. Call it between the steps."
+            )
+        stack, rest = _many.drawn(iterator, steps)
+        if stack is not None:
+            program = self._current()
+            if tf.config.functions_run_eagerly():
+                rows = range(steps)
+                rest = [tf.nest.map_structure(lambda t, n=n: t[n], stack) for n in rows]
+            else:
+                self._returned = program.launch_many((stack, *args), kwargs)
+                return self._returned
+        if rest:
+            self._returned = _many.joined([self(batch, *args, **kwargs) for batch in rest])
+            return self._returned
+        _many.check_not_empty(self._returned)
+        return _many.nothing_like(self._returned)
 
     def _current(self) -> "_Program":
         """The program whose traces are still right."""
@@ -193,6 +241,8 @@ class _Program:
     def __init__(self, step: CompiledStep) -> None:
         self._step = step
         self._seen: dict[int, tuple[Dependency, object]] = {}
+        many = _many.looped(self._recorded)
+        self.launch_many = Launcher(step._traceable(many), lambda: step.trace_count)
         self.launch = Launcher(step._traceable(self._recorded), lambda: step.trace_count)
 
     def is_stale(self) -> bool:

@@ -4,6 +4,7 @@ A source knows its rows and their order: epoch `e` under seed `s` is one fixed o
 the threads do. Positions, workers and the user's batcher are `data`'s.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -36,26 +37,51 @@ class ArraySource:
             self._arrays = _tensors(arrays, "")
         self.num_items: int = _common_length(self._arrays)
         self._batch_size, self._drop_last, self._shuffle = batch_size, drop_last, shuffle
+        self._makers: dict[int, Any] = {}
 
     def batches(self, epoch: int, start: int, stop: float, workers: dict[str, Any]) -> Any:
         """The batches `start` to `stop` of an epoch, as a `tf.data.Dataset`."""
-        size, order = self._batch_size, self._order(epoch)
+        size = self._batch_size
         count = self.num_items // size if self._drop_last else -(-self.num_items // size)
+        return self._dataset(0, epoch, start, int(min(stop, count)), workers)
 
-        @tf.autograph.experimental.do_not_convert
+    def stacks(
+        self, epoch: int, start: int, stop: int, count: int, workers: dict[str, Any]
+    ) -> tf.data.Dataset:
+        """The full batches `start` to `stop`, `count` at a time along a new leading axis.
+
+        All rows of a stack are gathered at once.
+        """
+        return self._dataset(count, epoch, start, stop, workers)
+
+    def _dataset(self, count: int, epoch: int, start: int, stop: int, workers: Any) -> Any:
+        if count not in self._makers:
+            # A function, so that its map is traced once and not in every epoch.
+            make = functools.partial(self._mapped, count, workers)
+            self._makers[count] = tf.function(make, autograph=False)
+        bounds = [tf.constant(number, tf.int64) for number in (start, stop)]
+        return self._makers[count](self._order(epoch), *bounds)
+
+    def _mapped(self, count: int, workers: Any, order: Any, start: Any, stop: Any) -> Any:
+        """Batches, or stacks of `count` of them."""
+        size, together = self._batch_size, max(count, 1)
+
         def rows(number: tf.Tensor) -> Any:
-            window = slice(number * size, (number + 1) * size)
-            if order is None:
-                batch = tf.nest.map_structure(lambda array: array[window], self._arrays)
-            else:
-                picked = order[window]
-                batch = tf.nest.map_structure(lambda array: tf.gather(array, picked), self._arrays)
-            if self._drop_last:
-                for tensor in tf.nest.flatten(batch):
-                    tensor.set_shape([size, *tensor.shape[1:]])
-            return batch
+            window = slice(number * size, (number + together) * size)
+            picked = None if order is None else order[window]
 
-        return tf.data.Dataset.range(start, min(stop, count)).map(rows, **workers)
+            def taken(array: tf.Tensor) -> tf.Tensor:
+                found = array[window] if picked is None else tf.gather(array, picked)
+                if count:
+                    return tf.reshape(found, [count, size, *array.shape[1:]])
+                if self._drop_last:
+                    found.set_shape([size, *array.shape[1:]])
+                return found
+
+            return tf.nest.map_structure(taken, self._arrays)
+
+        numbers = tf.data.Dataset.range(start, stop - (together - 1), together)
+        return numbers.map(rows, **workers)
 
     def _order(self, epoch: int) -> tf.Tensor | None:
         if self._shuffle is None:
@@ -92,6 +118,12 @@ class DatasetSource:
             dataset = self._shuffled(tf.constant(int(entropy[0]) >> 1, tf.int64))
         batches = dataset.batch(self._batch_size, drop_remainder=self._drop_last).skip(start)
         return batches if stop == math.inf else batches.take(stop - start)
+
+    def stacks(
+        self, epoch: int, start: int, stop: int, count: int, workers: dict[str, Any]
+    ) -> tf.data.Dataset:
+        """The full batches `start` to `stop`, `count` at a time along a new leading axis."""
+        return self.batches(epoch, start, stop, workers).batch(count, drop_remainder=True)
 
     def _shuffle_by(self, seed: tf.Tensor) -> Any:
         # `shuffle` mixes its seed with the global one. In a traced function the global seed is

@@ -183,7 +183,7 @@ class DataLoader(tf.train.experimental.PythonState):
         """
         if not tf.executing_eagerly():
             raise RuntimeError(_MSG_TRACED)
-        return _Epoch(self._place, self._first, self._batches)
+        return _Epoch(self._place, self._first, self._batches, self._stacks)
 
     def as_dataset(self) -> tf.data.Dataset:
         """The next epoch as a `tf.data.Dataset` of batches, for `fit`, a strategy or a graph.
@@ -200,6 +200,23 @@ class DataLoader(tf.train.experimental.PythonState):
         if self._batcher is not None:
             batches = self._finished(batches, self._batcher)
         return batches.prefetch(tf.data.AUTOTUNE) if self._prefetch else batches
+
+    def _stacks(self, epoch: int, first: int, count: int) -> tuple[tf.data.Dataset, int]:
+        """Stacks of `count` full batches from `first` on, and how many there are."""
+        total = self._source.num_items
+        full = 0 if total is None else int(min(total // self._batch_size, self._last))
+        full = max(first, full)
+        batches = self._batches(epoch, first)
+        shapes = [spec.shape for spec in tf.nest.flatten(batches.element_spec)]
+        # Rows of different lengths can't be stacked.
+        number = (full - first) // count
+        if not all(shape.rank and shape[1:].is_fully_defined() for shape in shapes):
+            number = 0
+        if self._batcher is None:
+            stacks = self._source.stacks(epoch, first, full, count, self._workers)
+        else:
+            stacks = batches.take(full - first).batch(count, drop_remainder=True)
+        return (stacks.prefetch(tf.data.AUTOTUNE) if self._prefetch else stacks), number
 
     def _finished(self, batches: tf.data.Dataset, batcher: Callable[[Any], Any]) -> tf.data.Dataset:
         # `map` spreads a plain tuple over the arguments, and nothing else.
@@ -294,28 +311,65 @@ class _Place:
 
 
 class _Epoch:
-    """The iterator of one epoch: hands out batches and keeps the loader's place."""
+    """The iterator of one epoch: hands out batches and keeps the loader's place.
+
+    Batches come one by one or stacked. Each way has a pipeline of its own, made when it is first
+    used; a change from one to the other makes it anew from the present place.
+    """
 
     def __init__(
-        self, place: _Place, first: int, batches: Callable[[int, int], tf.data.Dataset]
+        self,
+        place: _Place,
+        first: int,
+        batches: Callable[[int, int], tf.data.Dataset],
+        stacks: Callable[[int, int, int], tuple[tf.data.Dataset, int]],
     ) -> None:
         self._place = place
         self._reader = place.begin()
-        self._next = max(first, place.batch)
-        self._batches = iter(batches(place.epoch, self._next))
+        self._epoch, self._next = place.epoch, max(first, place.batch)
+        self._make_batches, self._make_stacks = batches, stacks
+        # Made here, so that a mistake in the batcher shows at once.
+        self._dataset = batches(self._epoch, self._next)
+        self._batches: Iterator[Any] | None = None
+        self._stacks: Iterator[Any] | None = None
+        self._stack_size = self._stacks_left = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        if self._batches is None:
+            if self._stack_size:
+                self._dataset = self._make_batches(self._epoch, self._next)
+                self._stack_size = 0
+            self._batches = iter(self._dataset)
         try:
-            batch = next(self._batches)
+            batch = self._drawn(self._batches)
         except StopIteration:
             self._place.ended(self._reader)
             raise
+        self._went(1)
+        return batch
+
+    def stack(self, count: int) -> Any:
+        """The next `count` batches along a new leading axis; `None` if fewer full ones are left."""
+        if self._stack_size != count:
+            stacks, self._stacks_left = self._make_stacks(self._epoch, self._next, count)
+            self._stack_size, self._stacks, self._batches = count, iter(stacks), None
+        if self._stacks_left == 0 or self._stacks is None:
+            return None
+        stack = self._drawn(self._stacks)
+        self._stacks_left -= 1
+        self._went(count)
+        return stack
+
+    def _drawn(self, source: Iterator[Any]) -> Any:
+        try:
+            return next(source)
         except tf.errors.OpError as error:
             error.add_note(f"While a DataLoader prepared batch {self._next}, counted from 0.")
             raise
-        self._next += 1
+
+    def _went(self, count: int) -> None:
+        self._next += count
         self._place.moved(self._reader, self._next)
-        return batch

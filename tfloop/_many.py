@@ -1,0 +1,130 @@
+"""Several steps in one call: batches drawn and stacked first, then one loop in the graph.
+
+Drawing from an iterator and looping over a stack; what a step is, and when its traces are stale,
+is `_compile`'s.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import tensorflow as tf
+
+from tfloop import _traces
+from tfloop._messages import described
+
+_CALL = "compiled_step.run(iterator, *args, steps=K)"
+
+
+@runtime_checkable
+class Stacking(Protocol):
+    """An iterator that can give many batches as one."""
+
+    def stack(self, count: int) -> Any:
+        """The next `count` batches along a new leading axis; `None` where they can't be had so."""
+
+
+def drawn(iterator: Iterator[Any], count: int) -> tuple[Any, list[Any]]:
+    """Draws up to `count` batches.
+
+    Returns:
+      `count` batches as one stack and nothing else; or `None`, and those that are left, fewer than
+      `count` or of different shapes.
+
+    Raises:
+      TypeError: It isn't an iterator.
+    """
+    if not isinstance(iterator, Iterator):
+        raise TypeError(
+            f"`{_CALL}` needs an iterator: got {described(iterator)}, expected one that knows its "
+            "place. Each call goes on where the last one stopped. "
+            "Make one per epoch: `batches = iter(loader)`."
+        )
+    if isinstance(iterator, Stacking):
+        stack = iterator.stack(count)
+        if stack is not None:
+            return stack, []
+    batches = []
+    for batch in iterator:
+        batches.append(tf.nest.map_structure(_as_tensor, batch))
+        if len(batches) == count:
+            break
+    specs = [[(t.shape, t.dtype) for t in tf.nest.flatten(batch)] for batch in batches]
+    if len(batches) < count or any(spec != specs[0] for spec in specs):
+        return None, batches
+    return tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *batches), []
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+
+
+# Autograph must go through the inner function to the user's.
+def looped(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs `step` on each batch of a stack and stacks what it returns.
+
+    Args:
+      step: `step(batch, *args, **kwargs)`, to be traced.
+    """
+
+    @_traces.not_converted
+    def many(stack: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves = tf.nest.flatten(stack)
+        count = leaves[0].shape[0]
+        one = tf.function(step)
+        first = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), stack)
+        one = one.get_concrete_function(first, *args, **kwargs)
+        results = one.structured_outputs
+        specs = tf.nest.flatten(results)
+        kept = [
+            tf.TensorArray(spec.dtype, count, element_shape=spec.shape)
+            for spec in specs
+            if spec is not None
+        ]
+
+        def body(number: tf.Tensor, kept: Any) -> tuple[tf.Tensor, Any]:
+            batch = tf.nest.map_structure(lambda t: t[number], stack)
+            found = one(batch, *args, **kwargs)
+            outputs = [output for output in tf.nest.flatten(found) if output is not None]
+            return number + 1, [
+                array.write(number, output) for array, output in zip(kept, outputs, strict=True)
+            ]
+
+        _, kept = tf.while_loop(
+            lambda number, _: number < count,
+            body,
+            (tf.constant(0), kept),
+            parallel_iterations=1,  # steps change variables, one after the other
+            maximum_iterations=count,
+        )
+        stacks = iter([array.stack() for array in kept])
+        found = [None if spec is None else next(stacks) for spec in specs]
+        return tf.nest.pack_sequence_as(results, found)
+
+    return many
+
+
+def joined(results: list[Any]) -> Any:
+    """The results of single steps, along a new leading axis."""
+    return tf.nest.map_structure(
+        lambda *leaves: None if leaves[0] is None else tf.stack(leaves), *results
+    )
+
+
+def nothing_like(results: Any) -> Any:
+    """Results of no step at all, of the same kinds."""
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:0], results)
+
+
+def check_not_empty(results: Any) -> None:
+    """Refuses an iterator that was empty from the start: nobody knows what the step returns.
+
+    Raises:
+      ValueError: There are no earlier results.
+    """
+    if results is None:
+        raise ValueError(
+            f"`{_CALL}` found no batch: got an iterator at its end, expected at least one batch in "
+            "the first call. The data is empty, or another loop has used it up. "
+            "Make a new one: `batches = iter(loader)`."
+        )
