@@ -241,13 +241,22 @@ class _Program:
     def __init__(self, step: CompiledStep) -> None:
         self._step = step
         self._seen: dict[int, tuple[Dependency, object]] = {}
-        many = _many.looped(self._recorded)
-        self.launch_many = Launcher(step._traceable(many), lambda: step.trace_count)
-        self.launch = Launcher(step._traceable(self._recorded), lambda: step.trace_count)
+        self.launch_many = Launcher(self._function(_many.looped(self._recorded)), self._trace_count)
+        self.launch = Launcher(self._function(self._recorded), self._trace_count)
 
     def is_stale(self) -> bool:
         """Has something changed that a trace has read?"""
         return any(thing.fingerprint() != seen for thing, seen in self._seen.values())
+
+    def _function(self, fn: Callable[..., Any]) -> Any:
+        function = self._step._traceable(fn)
+        if not self._step._jit_compile:
+            return function
+        # XLA heeds a call within a graph, but not one that is launched, so that is a plain one.
+        return tf.function(functools.partial(function), autograph=False, reduce_retracing=True)
+
+    def _trace_count(self) -> int:
+        return self._step.trace_count
 
     # Autograph must go through here to the user's function.
     def _recorded(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,8 +7,9 @@ Where that isn't the same call, it goes the ordinary way. Which way a function t
 its graph and never from a clock, so that runs are alike.
 """
 
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 import numpy as np
@@ -23,10 +24,10 @@ except ImportError:
 
 
 _EagerTensor: Any = type(tf.constant(0))
+_WRAPPED = re.compile(r"\{\{function_node __wrapped__[^}]*\}\}")
 _LARGE = 2**18
 """Elements of a tensor from which on operations gain more from running side by side, which the
 short way gives up, than a call costs."""
-_MOST_CONSTANTS = 64
 
 
 class _Unknown(Exception):
@@ -63,49 +64,30 @@ class Launcher:
         self._function = function
         self._trace_count = trace_count
         self._plans: dict[Any, _Plan | None] = {}
-        self._constants: dict[Any, tf.Tensor] = {}
         self._seen: set[Any] = set()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function's result."""
         if _a_tape_is_open() or tf.distribute.has_strategy() or tf.config.functions_run_eagerly():
-            return self._function(*self.converted(args), **self.converted(kwargs))
+            return self._ordinary(args, kwargs)
         leaves: list[tf.Tensor] = []
         try:
             key = self._key(args, leaves), self._key(kwargs, leaves) if kwargs else None
             plan = self._plans[key]
         except _Unknown:
-            return self._function(*self.converted(args), **self.converted(kwargs))
+            return self._ordinary(args, kwargs)
         except KeyError:
             return self._first_calls(key, args, kwargs)
         if plan is None:
-            return self._function(*self.converted(args), **self.converted(kwargs))
+            return self._ordinary(args, kwargs)
         inputs = [leaves[place] for place in plan.order]
         try:
             outputs = tf.raw_ops.StatefulPartitionedCall(
                 args=inputs + plan.captured, Tout=plan.dtypes, f=plan.concrete
             )
         except tf.errors.OpError as error:
-            raise _located(error, plan.concrete) from None
+            _raise_located(error, plan.concrete)
         return plan.pack(outputs)
-
-    def converted(self, structure: Any) -> Any:
-        """Numbers as tensors, so that a new value is no new trace."""
-        return tf.nest.map_structure(self._as_argument, structure)
-
-    def _as_argument(self, leaf: Any) -> Any:
-        return self._number(leaf) if _is_number(leaf) else leaf
-
-    def _number(self, number: Any) -> Any:
-        """A tensor for a number; bools and enums stay Python. Those of before are kept."""
-        key = type(number), number
-        tensor = self._constants.get(key) if number else None  # -0.0 equals 0.0
-        if tensor is None:
-            tensor = _as_tensor(number)
-            # In a trace it would be a part of the graph.
-            if isinstance(tensor, _EagerTensor) and len(self._constants) < _MOST_CONSTANTS:
-                self._constants[key] = tensor
-        return tensor
 
     def _key(self, thing: Any, leaves: list[tf.Tensor]) -> Any:
         """What decides which trace fits, by value; collects the tensors on the way.
@@ -118,7 +100,7 @@ class Launcher:
             leaves.append(thing)
             return thing.dtype, thing.shape
         if kind is float or kind is int:
-            tensor = self._number(thing)
+            tensor = _as_tensor(thing)
             if type(tensor) is not _EagerTensor:
                 raise _Unknown
             leaves.append(tensor)
@@ -131,9 +113,13 @@ class Launcher:
             return kind, thing
         raise _Unknown
 
+    def _ordinary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
+        return self._function(*args, **kwargs)
+
     def _first_calls(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call goes the ordinary way and may trace; after the second all is known."""
-        args, kwargs = self.converted(args), self.converted(kwargs)
+        args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
         outputs = self._function(*args, **kwargs)
         if key in self._seen:
             self._plans[key] = self._planned(args, kwargs)
@@ -227,12 +213,18 @@ def _packer(structure: Any, numbers: Any) -> Callable[[list[tf.Tensor]], Any]:
     raise _Unknown
 
 
-def _located(error: tf.errors.OpError, concrete: Any) -> tf.errors.OpError:
-    """The error with the lines of the user's code, as `tf.function` gives it."""
-    try:
-        from tensorflow.python.framework import error_interpolation
+def _raise_located(error: tf.errors.OpError, concrete: Any) -> NoReturn:
+    """Raises the error with the lines of the user's code, as `tf.function` does.
 
-        message = error_interpolation.interpolate_graph(error.message, concrete.graph)
+    TensorFlow finds them by the name of the function, which an error of ours lacks.
+    """
+    try:
+        from tensorflow.python.eager.polymorphic_function import atomic_function
+
+        located = atomic_function.InterpolateRuntimeError(concrete.inference_fn)
+        tag = f"{{{{function_node {concrete.inference_fn.name.decode()}}}}}"
     except (ImportError, AttributeError):
-        return error
-    return type(error)(error.node_def, error.op, message)
+        raise error from None
+    message = _WRAPPED.sub(tag, error.message, count=1)
+    with located:
+        raise type(error)(error.node_def, error.op, message) from None
