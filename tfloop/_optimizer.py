@@ -53,6 +53,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
       skip_nonfinite: Skip updates with a gradient that isn't finite, as a scaler does. The update
         of all groups on all replicas is skipped, and `skipped` counts it.
       strict: Raise for a group that serves no parameter; `False` only warns.
+      fused: Update the small parameters of a group as one vector, through the same rule of Keras,
+        where that rule treats each element alone. State and results are the same; `False` updates
+        each by itself.
 
     Raises:
       TypeError: It isn't an optimizer, not a clipping, or not a scaler.
@@ -79,6 +82,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         scaler: LossScaler | None = None,
         skip_nonfinite: bool = False,
         strict: bool = True,
+        fused: bool = True,
     ) -> None:
         call = "ModuleOptimizer(optimizer)"
         optimizer = as_keras_optimizer(optimizer, call)  # None can freeze a group, not everything
@@ -91,7 +95,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         self._strict = strict
         self._reduction = reduction
         self._skips = bool(skip_nonfinite) or scaler is not None
-        self._groups = [Group(ParamGroup.all(), optimizer, clipping, call)]
+        self._fused = bool(fused)
+        self._groups = [Group(ParamGroup.all(), optimizer, clipping, call, fused=self._fused)]
         self._model: Any = None
         self._book: AddressBook | None = None
         self._owner: dict[str, int] = {}
@@ -133,7 +138,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           ValueError: As in the constructor; after `build` also as `build`.
         """
         call = "ModuleOptimizer.with_group(group, optimizer)"
-        added = Group(as_group(call, group), optimizer, clipping, call)
+        added = Group(as_group(call, group), optimizer, clipping, call, fused=self._fused)
         self._change([*self._groups, added])
         return self
 

@@ -22,7 +22,13 @@ class Group:
     """One row of the routing: who, by which optimizer (`None` for frozen), clipped how."""
 
     def __init__(
-        self, group: ParamGroup, optimizer: Any, clipping: GradientClipping | None, call: str
+        self,
+        group: ParamGroup,
+        optimizer: Any,
+        clipping: GradientClipping | None,
+        call: str,
+        *,
+        fused: bool = True,
     ) -> None:
         check_clipping(clipping, call)
         self.group = group
@@ -36,7 +42,7 @@ class Group:
                     "an optimizer too: `with_group(group, keras.optimizers.Adam(), clipping)`."
                 )
             return
-        self.update = GroupUpdate(as_keras_optimizer(optimizer, call), call)
+        self.update = GroupUpdate(as_keras_optimizer(optimizer, call), call, fused=fused)
         own = self.update.clipping
         if clipping is not None and own is not None:
             raise ValueError(

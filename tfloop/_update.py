@@ -51,6 +51,7 @@ class GroupUpdate:
       given: The optimizer that the user gave. It is never changed; its `learning_rate` is read at
         every step, so setting it later works.
       call: The public call, for messages.
+      fused: Update many small variables as one vector, where the rule is elementwise.
 
     Attributes:
       given: As above.
@@ -58,11 +59,11 @@ class GroupUpdate:
       state: The copy, and its state by path.
     """
 
-    def __init__(self, given: Optimizer, call: str) -> None:
+    def __init__(self, given: Optimizer, call: str, *, fused: bool = True) -> None:
         check_arguments(given, call)
         self.given = given
         self.clipping = clipping_of(given)
-        self.state = State(copy_of(given, call), {})
+        self.state = State(copy_of(given, call), {}, fused)
         check_copy(given, self.state.optimizer, call)
         self._rate_source: Any = given._learning_rate
         self._rate_changes = 0
@@ -106,7 +107,7 @@ class GroupUpdate:
         ):
             return old
         with _replicas.scope_of(variables.values()):
-            new = State(copy_of(old.optimizer, _BUILD), dict(variables))
+            new = State(copy_of(old.optimizer, _BUILD), dict(variables), old.fused)
             if not variables:
                 return new
             new.build()
@@ -365,11 +366,13 @@ class State:
       variables: Path -> variable, as the model holds it.
       targets: Path -> the same as `keras.Variable`.
       cells: What is updated at once, in the order of the optimizer's own lists.
+      fused: May small variables be updated together?
     """
 
-    def __init__(self, optimizer: Optimizer, variables: dict[str, Variable]) -> None:
+    def __init__(self, optimizer: Optimizer, variables: dict[str, Variable], fused: bool) -> None:
         self.optimizer = optimizer
         self.variables = variables
+        self.fused = fused
         self.targets = {path: _as_keras(path, v) for path, v in variables.items()}
         self.cells: list[Cell] = []
         self._cell: dict[str, int] = {}
@@ -381,7 +384,7 @@ class State:
           ValueError: Some of them aren't found by path.
         """
         optimizer = self.optimizer
-        self.cells = cells_of(self.targets, fuse=type(optimizer) in _ELEMENTWISE)
+        self.cells = cells_of(self.targets, fuse=self.fused and type(optimizer) in _ELEMENTWISE)
         self._cell = {path: n for n, cell in enumerate(self.cells) for path in cell.paths}
         optimizer.build([cell.target for cell in self.cells])
         found = [self.counters(), *map(self.slots_of, self.cells)]
