@@ -5,6 +5,7 @@ The front door: every public name, and nothing else.
 
 from importlib.metadata import version as _version
 
+from tfloop import _as_keras as _as_keras  # registers with Keras, for `load_model`
 from tfloop import flags, schedulers
 from tfloop._accumulate import GradientsAccumulator
 from tfloop._backward import Gradients
