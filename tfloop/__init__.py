@@ -23,6 +23,7 @@ from tfloop._scaling import LossScaler
 from tfloop._tape import Tape, total_loss
 from tfloop.config import AdamConfig, Config, OptimizerConfig
 from tfloop.data import DataLoader
+from tfloop.learner import Learner
 from tfloop.runtime import seed, strategy
 from tfloop.schedulers._module import ModuleLrScheduler
 from tfloop.schedulers._rates import ModuleLearningRate
@@ -38,6 +39,7 @@ __all__ = [
     "Gradients",
     "GradientsAccumulator",
     "GradientsParams",
+    "Learner",
     "LossScaler",
     "ModuleLearningRate",
     "ModuleLrScheduler",
