@@ -426,14 +426,26 @@ def test_backup_and_restore_goes_on_where_fit_was_stopped(tmp_path):
     assert_equal(back, whole)
 
 
-def test_several_replicas_are_refused():
-    model = net()
-    adapter = grouped().as_keras(model)
-    with (
-        tf.distribute.OneDeviceStrategy("/CPU:0").scope(),
-        pytest.raises(RuntimeError, match=message("OneDeviceStrategy", "tfloop.compile")),
-    ):
-        adapter.apply([], [])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_scaler_of_the_optimizer_scales_the_losses_of_fit(jit_compile, tmp_path):
+    def optim(scaler=None):
+        made = tfloop.ModuleOptimizer(keras.optimizers.SGD(0.1), scaler=scaler)
+        clipping = tfloop.GradientClipping.by_norm(0.1)
+        return made.with_group(tfloop.ParamGroup.from_name("head"), "sgd", clipping)
+
+    ours, theirs = net(), net()
+    scaler = tfloop.LossScaler(64.0, growth_interval=4)
+    fit(compiled(ours, scaled := optim(scaler), jit_compile=jit_compile))
+    fit(compiled(theirs, optim()))
+    assert_equal(ours, theirs)
+    assert float(scaler.scale) == 256.0  # doubled twice in 10 updates
+    ours.fit(np.full_like(X, np.inf), Y, batch_size=8, epochs=1, verbose=0)
+    assert_equal(ours, theirs)
+    assert int(scaled.skipped) == 5
+    assert float(scaler.scale) == 8.0
+    ours.save(tmp_path / "scaled.keras")
+    loaded = keras.models.load_model(tmp_path / "scaled.keras").optimizer.optim
+    assert float(loaded.scaler.scale) == 8.0
 
 
 def test_wrong_uses_raise():

@@ -2,6 +2,10 @@
 
 import csv
 import importlib
+import os
+import pathlib
+import re
+import subprocess
 import sys
 
 import keras
@@ -16,6 +20,7 @@ from tfloop import GradientsParams, ModuleLearningRate, ModuleLrScheduler, Param
 # Keras 3.15 copies variables in a way that NumPy 2 will drop.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
+ROOT = pathlib.Path(__file__).parents[1]
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(22, 3)).astype("float32")
 Y = RNG.integers(0, 2, size=22)
@@ -386,6 +391,15 @@ def test_a_module_of_tensorflow_is_a_model():
         ({"metrics": ["accuracy"]}, TypeError, ["'accuracy'", "SparseCategoricalAccuracy()"]),
         ({"metrics": [keras.metrics.Mean("loss")]}, ValueError, ["one name", "'loss'"]),
         ({"accumulate": 0}, ValueError, ["accumulate=4"]),
+        ({"strategy": "cpu"}, TypeError, ["str 'cpu'", "tfloop.strategy('auto')"]),
+        (
+            {
+                "strategy": tf.distribute.get_strategy(),
+                "optim": tfloop.ModuleOptimizer("sgd", reduction="sum"),
+            },
+            ValueError,
+            ["reduction='sum'", "'mean'"],
+        ),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
 )
@@ -393,6 +407,18 @@ def test_what_a_learner_refuses(options, error, parts):
     given = {"model": net(), "optim": grouped(), "loss": LOSS} | options
     with pytest.raises(error, match=message(*parts)):
         tfloop.Learner(**given)
+
+
+def test_replicas_give_what_one_device_gives():
+    command = [sys.executable, "-W", "error", "-W", "ignore:__array__:DeprecationWarning"]
+    script = pathlib.Path(__file__).with_name("learner_replicas.py")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command.append(str(script))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = [f"{rates}-{k}" for rates in ("given", "groups", "schedule") for k in (1, 2)]
+    said = [line for line in done.stdout.split("\n") if re.fullmatch(r"[a-z]+-\w+", line)]
+    assert said == [*words, "fit-mean", "fit-sum", "fit-None"]
 
 
 def test_an_unbuilt_model_is_refused_at_once():

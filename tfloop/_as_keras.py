@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfloop import _record
+from tfloop import _record, _replicas
 from tfloop._clipping import GradientClipping
 from tfloop._given import CLIP_ARGUMENTS
 from tfloop._gradients import GradientsParams
@@ -21,6 +21,7 @@ from tfloop._groups import ParamGroup
 from tfloop._messages import listed
 from tfloop._optimizer import ModuleOptimizer
 from tfloop._paths import address_book, is_variable, root_key, unwrap
+from tfloop._scaling import LossScaler
 
 _CALL = "ModuleOptimizer.as_keras(model)"
 _AVERAGE = "model_variables_moving_average"
@@ -54,6 +55,7 @@ class _Notes:
       places: Path and shape of each variable as they were loaded, in Keras' order.
       order: The paths of what was trained last, in Keras' order.
       ratios: Index of a group -> its rate as a multiple of the fallback's.
+      is_scaled: Was the loss scaled that the next gradients come from?
     """
 
     root: Any = None
@@ -61,6 +63,7 @@ class _Notes:
     places: list[tuple[str, list[int]]] = dataclasses.field(default_factory=list)
     order: list[str] = dataclasses.field(default_factory=list)
     ratios: dict[int, float] = dataclasses.field(default_factory=dict)
+    is_scaled: bool = False
 
 
 @keras.saving.register_keras_serializable("tfloop")
@@ -104,13 +107,12 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
             return
         if self._notes.root is None:
             self._notes.root = self._adopted(variables)
-        self.optim.build(self._notes.root)
+        self._use(self.optim.build(self._notes.root))
         self._notes.order = list(self._named(variables, variables))
         self.built = True
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Makes one update, as every Keras optimizer does."""
-        _refuse_replicas()
         if trainable_variables is None:
             book = address_book(self._notes.root, _CALL)
             trainable_variables = [book.variables[path] for path in self._notes.order]
@@ -119,8 +121,13 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         if len(grads):
             self._notes.order = list(self._named(trainable_variables, trainable_variables))
             found, variables = self._filter_empty_gradients(grads, trainable_variables)
-            named = GradientsParams(self._named(variables, found))
-            self.optim.step(None, self._notes.root, named)
+            self.optim.step(None, self._notes.root, self._unscaled(self._named(variables, found)))
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times the scale of the optimizer's scaler, if it has one."""
+        scaler = self.optim.scaler
+        self._notes.is_scaled = scaler is not None
+        return loss if scaler is None else loss * tf.cast(scaler.scale, loss.dtype)
 
     @property
     def learning_rate(self) -> Any:
@@ -179,13 +186,14 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
             "name": self.name,
             "variables": [[path, list(shape)] for path, shape in places],
             "groups": [_row_config(row) for row in rows],
+            **_options(self.optim),
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
         """What `get_config` wrote; `build` then finds the variables by their order."""
         rows = [_row_of(row, custom_objects) for row in config["groups"]]
-        made = cls(_optimizer_of(rows), name=config["name"])
+        made = cls(_optimizer_of(rows, config), name=config["name"])
         made._notes = _Notes(
             rows=rows,
             places=[(path, list(shape)) for path, shape in config["variables"]],
@@ -217,6 +225,23 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         self.optim = optim
         self._iterations = optim.iterations  # what `iterations` gives
 
+    def _unscaled(self, grads: dict[str, Any]) -> GradientsParams:
+        """The gradients as `step` wants them: without the scale, and as means of replicas."""
+        found, scaler = GradientsParams(grads), self.optim.scaler
+        if scaler is not None and self._notes.is_scaled:
+            # Not where Keras' LossScaleOptimizer is around this one: it scales by itself.
+            found, self._notes.is_scaled = found.map(scaler.unscaled), False
+        replicas = _replicas.count()
+        if replicas == 1 or self.optim.reduction == "sum":
+            return found
+        if self.optim.reduction is None:
+            raise ValueError(
+                f"`{_CALL}` got reduction=None with {replicas} replicas, expected 'mean' or 'sum': "
+                "`fit` leaves it to the optimizer to reduce. Leave it out: "
+                "`ModuleOptimizer(optimizer)`."
+            )
+        return found.scale(replicas)  # Keras has divided the losses, so that a sum is their mean
+
     def _adopted(self, variables: list[Any]) -> dict[str, Any]:
         """A root of the variables of a loaded model, under the paths of the saved one."""
         notes = self._notes
@@ -234,7 +259,9 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
             if row.undecayed and row.optimizer is not None:
                 row.optimizer.exclude_from_weight_decay([named[path] for path in row.undecayed])
         pending = self.optim.serialize()
-        self._use(_optimizer_of(notes.rows))  # whose copies know the exclusions
+        self._use(
+            _optimizer_of(notes.rows, _options(self.optim))
+        )  # whose copies know the exclusions
         self.optim.deserialize(pending)
         tree: dict[str, Any] = {}
         for path, variable in named.items():
@@ -292,12 +319,28 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         return rows, [(path, list(book.variables[path].shape)) for path in served]
 
 
-def _optimizer_of(rows: list[_Row]) -> ModuleOptimizer:
+def _options(optim: ModuleOptimizer) -> dict[str, Any]:
+    """What an optimizer was given besides its groups."""
+    scaler = optim.scaler and [float(optim.scaler.scale.numpy()), optim.scaler._growth_interval]
+    return {"reduction": optim.reduction, "skip_nonfinite": optim._skips, "scaler": scaler}
+
+
+def _optimizer_of(rows: list[_Row], options: dict[str, Any]) -> ModuleOptimizer:
     fallback, *groups = rows
-    optim = ModuleOptimizer(fallback.optimizer, clipping=fallback.clipping)
+    optim = ModuleOptimizer(
+        fallback.optimizer,
+        clipping=fallback.clipping,
+        reduction=options["reduction"],
+        skip_nonfinite=options["skip_nonfinite"],
+        scaler=options["scaler"] and _scaler_of(*options["scaler"]),
+    )
     for row in groups:
         optim.with_group(ParamGroup.from_path(*row.members), row.optimizer, row.clipping)
     return optim
+
+
+def _scaler_of(scale: float, growth_interval: int | None) -> LossScaler:
+    return LossScaler.fixed(scale) if not growth_interval else LossScaler(scale, growth_interval)
 
 
 def _row_config(row: _Row) -> dict[str, Any]:
@@ -315,14 +358,3 @@ def _row_of(config: dict[str, Any], custom_objects: Any) -> _Row:
         optimizer = keras.optimizers.deserialize(optimizer, custom_objects=custom_objects)
     clipping = None if clipping is None else GradientClipping(*clipping)
     return _Row(**(config | {"optimizer": optimizer, "clipping": clipping}))
-
-
-def _refuse_replicas() -> None:
-    """Fails where Keras' losses are scaled for a sum over replicas, and groups take means."""
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync > 1:
-        raise RuntimeError(
-            f"`{_CALL}` was used under {type(tf.distribute.get_strategy()).__name__}: got "
-            "several replicas, expected one device. `fit` scales losses for a sum over replicas. "
-            "Write the step, and give it the strategy: `tfloop.compile(step, strategy=strategy)`."
-        )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfloop._messages import described, listed
 from tfloop._optimizer import ModuleOptimizer
@@ -25,7 +26,12 @@ class _Mean(keras.losses.Loss):
 
     def __init__(self, fn: Any) -> None:
         super().__init__(name=getattr(fn, "__name__", None))
-        self.call = fn
+        self._fn = fn
+
+    def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
+        """The losses; a mean as a batch of one, which Keras treats like any other."""
+        losses = tf.convert_to_tensor(self._fn(y_true, y_pred))
+        return tf.reshape(losses, [1]) if losses.shape.rank == 0 else losses
 
 
 def parts(batch: Any) -> tuple[Any, Any, Any]:
@@ -189,11 +195,12 @@ def check_drawn(name: str, batches: int) -> None:
         )
 
 
-def check_parts(model: Any, optim: Any) -> None:
+def check_parts(model: Any, optim: Any, strategy: Any) -> None:
     """Refuses what can't be called or can't step.
 
     Raises:
-      TypeError: The one isn't a model, or the other no `ModuleOptimizer`.
+      TypeError: The one isn't a model, the other no `ModuleOptimizer`, or the last no strategy.
+      ValueError: The optimizer takes no means over replicas.
     """
     if not is_model(model):
         raise TypeError(
@@ -204,4 +211,14 @@ def check_parts(model: Any, optim: Any) -> None:
         raise TypeError(
             f"`{NEW}` needs a ModuleOptimizer: got {described(optim)}, expected the one with "
             "the groups. Wrap it: `tfloop.ModuleOptimizer(keras.optimizers.Adam())`."
+        )
+    if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
+        raise TypeError(
+            f"`{NEW}` got strategy={described(strategy)}, expected a tf.distribute.Strategy or "
+            "None. Make one: `strategy=tfloop.strategy('auto')`."
+        )
+    if strategy is not None and optim.reduction != "mean":
+        raise ValueError(
+            f"`{NEW}` got an optimizer with reduction={optim.reduction!r} and a strategy, expected "
+            "'mean': losses are means over samples. Leave it out: `ModuleOptimizer(optimizer)`."
         )

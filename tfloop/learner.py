@@ -5,6 +5,7 @@ imported from the rooms below is `tfloop.train`, `tfloop.Tape` and so on. Callba
 losses, the progress bar and the history are Keras' own.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable
@@ -32,10 +33,9 @@ from tfloop._learner_checks import (
     check_parts,
     parts,
 )
-from tfloop._messages import described
 from tfloop._modes import train, valid
 from tfloop._optimizer import ModuleOptimizer
-from tfloop._paths import named_parameters, unwrap
+from tfloop._paths import unwrap
 from tfloop._tape import Tape, total_loss
 from tfloop.data import DataLoader
 from tfloop.schedulers._module import ModuleLrScheduler
@@ -63,6 +63,8 @@ class Learner:
         `None` for the rates of the optimizers that were given.
       metrics: Keras metrics, updated with `(y, outputs)`.
       accumulate: Batches behind an update.
+      strategy: Each batch is spread over its replicas, with the result of one device. Model and
+        metrics are made in its scope.
 
     Raises:
       TypeError: An argument has the wrong kind.
@@ -91,24 +93,22 @@ class Learner:
         strategy: tf.distribute.Strategy | None = None,
     ) -> None:
         """See the class."""
-        check_parts(model, optim)
+        check_parts(model, optim, strategy)
         self.accumulate = whole_number(NEW, "accumulate", accumulate, least=1, fix="accumulate=4")
         self.loss = as_loss(loss, self.accumulate)
         self.lr = as_rates(lr)
-        self.metrics = [keras.metrics.Mean(name="loss"), *as_metrics(metrics)]
-        if strategy is not None:
-            raise ValueError(
-                f"`{NEW}` got strategy={described(strategy)}, expected None: several replicas "
-                "aren't supported yet. Leave it out: `Learner(model, optim, loss)`."
-            )
+        self._strategy = strategy
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            self.metrics = [keras.metrics.Mean(name="loss"), *as_metrics(metrics)]
         self.model, self.optim = unwrap(model), optim.build(model)
         self._window = GradientsAccumulator(reduction="mean")
         self._waiting = 0  # batches in the window
-        self._rate: Any = self.optim.as_keras(model) if self.lr is None else Rate(self.lr, optim)
-        self._train, self._valid = compile(self._train_batch), compile(self._valid_batch)
+        self._rate = Rate(self.lr, optim, model)
+        self._train = compile(self._train_batch, strategy=strategy)
+        self._valid = compile(self._valid_batch, strategy=strategy)
         self._update = compile(self._apply_window)
 
-    def train_step(self, batch: Any) -> dict[str, tf.Tensor]:
+    def train_step(self, batch: Any) -> dict[str, Any]:
         """Trains on one batch; with `accumulate=k`, every k-th call updates the model.
 
         Args:
@@ -118,18 +118,18 @@ class Learner:
           Metric -> its value since the epoch began, a scalar.
         Mutates: the model, the optimizer and the metrics.
         """
-        logs = self._train(batch, self._rates())
+        logs = self._train(batch, self._rate.numbers())
         self._waiting = (self._waiting + 1) % self.accumulate
         if self.accumulate > 1 and self._waiting == 0:
-            self._update(self._rates())
-        return logs
+            self._update(self._rate.numbers())
+        return logs or self._results()
 
-    def valid_step(self, batch: Any) -> dict[str, tf.Tensor]:
+    def valid_step(self, batch: Any) -> dict[str, Any]:
         """Evaluates one batch; the result is as that of `train_step`.
 
         Mutates: the metrics alone.
         """
-        return self._valid(batch)
+        return self._valid(batch) or self._results()
 
     def fit(
         self,
@@ -199,9 +199,7 @@ class Learner:
                 saver.save(epoch + 1)
             if model.stop_training:
                 break
-        # As in Keras: moving averages, where an optimizer keeps them, become the weights.
-        variables = [*named_parameters(self.model).values()]
-        self.optim.as_keras(self.model).finalize_variable_values(variables)
+        self._rate.finalize()  # as in Keras: moving averages become the weights
         events.on_train_end(logs)
         return model.history
 
@@ -215,7 +213,7 @@ class Learner:
                 break
         check_drawn("train", number + 1)
         if self._waiting:  # the rest of the epoch is a shorter window
-            self._update(self._rates())
+            self._update(self._rate.numbers())
             self._waiting = 0
         return self._results()
 
@@ -231,31 +229,38 @@ class Learner:
         events.on_test_end(logs)
         return logs
 
-    def _train_batch(self, batch: Any, rates: Any) -> dict[str, tf.Tensor]:
+    def _train_batch(self, batch: Any, numbers: list[Any]) -> dict[str, tf.Tensor]:
         x, y, sample_weight = parts(batch)
-        with Tape() as tape:
+        weight = self._weight(x, sample_weight)
+        with Tape(scaler=self.optim.scaler) as tape:
             outputs = train(self.model)(x)
-            loss = total_loss(self.loss(y, outputs, sample_weight), self.model)
+            loss = self._loss(y, outputs, sample_weight)
         grads = GradientsParams.from_grads(tape.backward(loss), self.model)
         if self.accumulate == 1:
-            self._step(rates, grads)
+            shares = {} if self._strategy is None else {"weight": weight}
+            self.optim.step(self._rate.rates(numbers), self.model, grads, **shares)
         else:
-            self._window.accumulate(self.model, grads, weight=self._weight(x, sample_weight))
-        return self._measure(loss, x, y, outputs, sample_weight)
+            self._window.accumulate(self.model, grads, weight=weight)
+        return self._measure(loss, weight, y, outputs)
 
-    def _apply_window(self, rates: Any) -> None:
-        self._step(rates, self._window)
+    def _apply_window(self, numbers: list[Any]) -> None:
+        def step(numbers: list[Any]) -> None:
+            self.optim.step(self._rate.rates(numbers), self.model, self._window)
 
-    def _step(self, rates: Any, grads: Any) -> None:
-        if isinstance(self.lr, ModuleLrScheduler):
-            rates = self.lr.step()  # here, so that it counts updates
-        self.optim.step(rates, self.model, grads)
+        step(numbers) if self._strategy is None else self._strategy.run(step, (numbers,))
 
     def _valid_batch(self, batch: Any) -> dict[str, tf.Tensor]:
         x, y, sample_weight = parts(batch)
         outputs = valid(self.model)(x)
-        loss = total_loss(self.loss(y, outputs, sample_weight), self.model)
-        return self._measure(loss, x, y, outputs, sample_weight)
+        loss = self._loss(y, outputs, sample_weight)
+        return self._measure(loss, self._weight(x, sample_weight), y, outputs)
+
+    def _loss(self, y: Any, outputs: Any, sample_weight: Any) -> tf.Tensor:
+        loss = self.loss(y, outputs, sample_weight)
+        if self._strategy is not None:
+            # Keras divides by the number of replicas, for a sum over them. Ours is a mean.
+            loss = tf.reduce_sum(loss) * self._strategy.num_replicas_in_sync
+        return total_loss(loss, self.model)
 
     def _weight(self, x: Any, sample_weight: Any) -> tf.Tensor:
         """What the mean over a batch counts in a mean over several."""
@@ -263,13 +268,13 @@ class Learner:
             return tf.reduce_sum(sample_weight)
         return tf.shape(tf.nest.flatten(x)[0])[0]
 
-    def _measure(
-        self, loss: Any, x: Any, y: Any, outputs: Any, sample_weight: Any
-    ) -> dict[str, tf.Tensor]:
+    def _measure(self, loss: Any, weight: Any, y: Any, outputs: Any) -> dict[str, tf.Tensor]:
         mean, *metrics = self.metrics
-        mean.update_state(loss, sample_weight=self._weight(x, sample_weight))
+        mean.update_state(loss, sample_weight=weight)
         for metric in metrics:
             metric.update_state(y, outputs)
+        if self._strategy is not None:
+            return {}  # a replica knows its own part alone
         return {metric.name: metric.result() for metric in self.metrics}
 
     def _reset(self) -> None:
@@ -279,18 +284,12 @@ class Learner:
     def _results(self) -> dict[str, float]:
         return {metric.name: float(metric.result()) for metric in self.metrics}
 
-    def _rates(self) -> Any:
-        """The rates as an argument of a step, so that a new one is no new trace."""
-        return None if self.lr is None else self._rate.scaled()
-
     def _saver(self, checkpoint: Any, **data: Any) -> Checkpoint | None:
         """The checkpoint with all that a run needs to go on."""
         if checkpoint is None or isinstance(checkpoint, Checkpoint):
             return checkpoint
         check_folder(checkpoint)
-        objects = {"model": self.model, "optim": self.optim}
-        if self.lr is not None:
-            objects["rate_factor"] = self._rate.factor
+        objects = {"model": self.model, "optim": self.optim, "rate_factor": self._rate.factor}
         if isinstance(self.lr, ModuleLrScheduler):
             objects["scheduler"] = self.lr
         loaders = {name: loader for name, loader in data.items() if isinstance(loader, DataLoader)}
