@@ -270,7 +270,8 @@ class Learner:
 
     def _measure(self, loss: Any, weight: Any, y: Any, outputs: Any) -> dict[str, tf.Tensor]:
         mean, *metrics = self.metrics
-        mean.update_state(loss, sample_weight=weight)
+        # The mean over no samples, on a replica that got none, is NaN.
+        mean.update_state(tf.where(weight > 0, loss, tf.zeros_like(loss)), sample_weight=weight)
         for metric in metrics:
             metric.update_state(y, outputs)
         if self._strategy is not None:
