@@ -1,5 +1,11 @@
 """`as_keras`: `fit` makes the updates of the hand loop, and its callbacks and files work."""
 
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -446,6 +452,17 @@ def test_a_scaler_of_the_optimizer_scales_the_losses_of_fit(jit_compile, tmp_pat
     ours.save(tmp_path / "scaled.keras")
     loaded = keras.models.load_model(tmp_path / "scaled.keras").optimizer.optim
     assert float(loaded.scaler.scale) == 8.0
+
+
+def test_the_example_learns_and_goes_on_with_its_groups():
+    root = pathlib.Path(__file__).parents[1]
+    command = [sys.executable, "examples/keras_fit.py", "--quick"]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    best, later = map(float, re.findall(r"accuracy (\d+\.\d) %", done.stdout))
+    assert min(best, later) > 90.0
+    assert re.search(r"^head\.kernel .* norm 1 +0\.009 +0\.05", done.stdout, re.M)
 
 
 def test_wrong_uses_raise():

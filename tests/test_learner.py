@@ -5,6 +5,7 @@ import importlib
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
@@ -419,6 +420,51 @@ def test_replicas_give_what_one_device_gives():
     words = [f"{rates}-{k}" for rates in ("given", "groups", "schedule") for k in (1, 2)]
     said = [line for line in done.stdout.split("\n") if re.fullmatch(r"[a-z]+-\w+", line)]
     assert said == [*words, "fit-mean", "fit-sum", "fit-None"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_example_gives_the_numbers_of_the_loop_of_the_mnist_example(accumulate, example):
+    from tfloop.examples import _images, mnist
+
+    rng = np.random.default_rng(5)
+    train, test = (
+        _images.Images(rng.integers(0, 256, (n, 28, 28), np.uint8), rng.integers(0, 10, n))
+        for n in (44, 11)
+    )
+    config = mnist.TrainingConfig(
+        num_epochs=2, batch_size=8, lr=1e-3, accumulate=accumulate, num_workers=0
+    )
+    wanted = mnist.train(config, train, test).averages
+    got = example["train"](config, train, test).history
+    for split, prefix in (("Train", ""), ("Valid", "val_")):
+        losses = [average.loss for average in wanted[split]]
+        assert got[f"{prefix}loss"] == pytest.approx(losses, rel=1e-5)
+        hits = [average.accuracy / 100 for average in wanted[split]]
+        assert got[f"{prefix}accuracy"] == pytest.approx(hits, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def example():
+    return runpy.run_path(str(ROOT / "examples" / "learner.py"))
+
+
+def test_the_example_runs_and_goes_on(tmp_path):
+    def run(*options):
+        command = [sys.executable, "examples/learner.py", "--dataset=digits", "--lr=1e-3"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, f"--workdir={tmp_path}", *options],
+            **{"cwd": ROOT, "env": environment, "capture_output": True, "text": True},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("--num_epochs=1")
+    printed = run("--quick", "--resume")
+    assert re.findall("Epoch ./.", printed) == ["Epoch 2/2"]
+    assert float(re.search(r"accuracy (\d+\.\d+) %", printed)[1]) > 80.0
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [row["epoch"] for row in rows] == ["0", "1"]
 
 
 def test_an_unbuilt_model_is_refused_at_once():
