@@ -183,6 +183,13 @@ def test_setting_the_rate_keeps_the_ratios_of_the_groups():
     assert rates() == pytest.approx([0.04, 0.2, 0.02])
 
 
+def test_one_optimizer_given_twice_is_set_once():
+    sgd = keras.optimizers.SGD(0.1)
+    optim = tfloop.ModuleOptimizer(sgd).with_group(tfloop.ParamGroup.from_name("head"), sgd)
+    optim.as_keras(net()).learning_rate = 0.01
+    assert float(sgd.learning_rate) == pytest.approx(0.01)
+
+
 def test_a_scheduled_fallback_refuses_to_be_set_and_a_scheduled_group_goes_on():
     decay = keras.optimizers.schedules.PolynomialDecay(0.1, 10, 0.0)
     model = net()

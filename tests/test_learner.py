@@ -340,6 +340,35 @@ def test_a_resumed_run_is_the_whole_run(rates, tmp_path):
     assert run(tmp_path / "parts", 1, resume=False)[2].epoch == [0]
 
 
+def test_a_run_interrupted_within_a_window_goes_on_exactly(tmp_path):
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.epoch == 1 and batch == 2:
+                raise KeyboardInterrupt
+
+    whole, model = net(), net()
+    tfloop.Learner(whole, grouped(), LOSS, accumulate=2).fit(loader(), epochs=3)
+    learner = tfloop.Learner(model, grouped(), LOSS, accumulate=2)
+    data = loader()
+    with pytest.raises(KeyboardInterrupt):
+        learner.fit(data, epochs=3, checkpoint=tmp_path, callbacks=[Interrupt()])
+    learner.fit(data, epochs=3, checkpoint=tmp_path)
+    assert_equal(model, whole)
+
+
+def test_a_scaler_scales_and_never_shows():
+    ours, theirs = net(), net()
+    optim = tfloop.ModuleOptimizer(keras.optimizers.SGD(0.1), scaler=tfloop.LossScaler(64.0))
+    got = tfloop.Learner(ours, optim, LOSS).fit(loader(), epochs=2).history
+    plain = tfloop.ModuleOptimizer(keras.optimizers.SGD(0.1))
+    wanted = tfloop.Learner(theirs, plain, LOSS).fit(loader(), epochs=2).history
+    assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    np.testing.assert_allclose(read(ours.layers[3].kernel), read(theirs.layers[3].kernel), 1e-4)
+
+
 def test_a_checkpoint_of_ones_own(tmp_path):
     model, optim = net(), grouped()
     checkpoint = tfloop.Checkpoint(tmp_path, model=model, optim=optim)
@@ -482,6 +511,12 @@ def test_an_unbuilt_model_is_refused_at_once():
         ([], {"epochs": 1}, ValueError, ["no batches from train"]),
         ([(X, Y)], {"epochs": 1, "valid": []}, ValueError, ["no batches from valid"]),
         ([{"x": X, "y": Y}], {"epochs": 1}, TypeError, ["dict(x, y)", "(x, y)"]),
+        (
+            tf.data.Dataset.from_tensors((X, Y)).repeat(),
+            {"epochs": 1},
+            ValueError,
+            ["without end", "take(100)"],
+        ),
         ([(X,)], {"epochs": 1}, TypeError, ["1 parts"]),
         ([(X, Y)], {"epochs": -1}, ValueError, ["epochs=10"]),
         ([(X, Y)], {"epochs": 1, "callbacks": [print]}, TypeError, ["LambdaCallback"]),

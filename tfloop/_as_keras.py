@@ -140,14 +140,14 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
     def learning_rate(self, value: Any) -> None:
         updates = enumerate(group.update for group in self.optim._groups)
         given = {number: update.given for number, update in updates if update is not None}
-        old = float(np.asarray(self.learning_rate))
-        given.pop(0).learning_rate = value  # raises where it is a schedule
-        new = float(np.asarray(self.learning_rate))
-        for number, optimizer in given.items():
-            if is_variable(optimizer._learning_rate):
-                if old > 0.0:
-                    self._notes.ratios[number] = float(optimizer.learning_rate.numpy()) / old
-                optimizer.learning_rate = new * self._notes.ratios.get(number, 1.0)
+        rates = {n: g.learning_rate for n, g in given.items() if is_variable(g._learning_rate)}
+        if 0 in rates and float(rates[0].numpy()) > 0.0:
+            base = float(rates[0].numpy())
+            self._notes.ratios.update({n: float(r.numpy()) / base for n, r in rates.items()})
+        given[0].learning_rate = value  # raises where it is a schedule
+        base = float(np.asarray(self.learning_rate))
+        for number in rates.keys() - {0}:
+            given[number].learning_rate = base * self._notes.ratios.get(number, 1.0)
 
     @property
     def variables(self) -> list[Any]:

@@ -161,12 +161,17 @@ def check_data(name: str, data: Any, epochs: int) -> None:
 
     Raises:
       TypeError: It isn't iterable, or holds no batches.
-      ValueError: It is an iterator, and there are several epochs.
+      ValueError: It never ends, or it is an iterator, and there are several epochs.
     """
     if not isinstance(data, Iterable) or isinstance(data, (Mapping, str)):
         raise TypeError(
             f"`{FIT}` got {described(data)} as {name}, expected batches. Arrays aren't cut into "
             "batches here. Write `tfloop.DataLoader((x, y), batch_size=64)`."
+        )
+    if isinstance(data, tf.data.Dataset) and data.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            f"`{FIT}` got a data set without end as {name}, expected the batches of one epoch. It "
+            "is repeated already. Leave `.repeat()` out, or cut it: `data.take(100)`."
         )
     if isinstance(data, Iterator) and epochs > 1:
         raise ValueError(

@@ -205,6 +205,9 @@ class Learner:
 
     def _train_epoch(self, data: Iterable[Any], events: Any, model: Any) -> dict[str, float]:
         self._reset()
+        if self._waiting:  # what an interrupted epoch has left
+            self._window.reset()
+            self._waiting = 0
         number = -1
         for number, batch in enumerate(data):
             events.on_train_batch_begin(number)
