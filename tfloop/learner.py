@@ -8,7 +8,7 @@ losses, the progress bar and the history are Keras' own.
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -118,10 +118,8 @@ class Learner:
           Metric -> its value since the epoch began, a scalar.
         Mutates: the model, the optimizer and the metrics.
         """
-        logs = self._train(batch, self._rate.numbers())
-        self._waiting = (self._waiting + 1) % self.accumulate
-        if self.accumulate > 1 and self._waiting == 0:
-            self._update(self._rate.numbers())
+        _, logs = self._train(batch, self._rate.numbers())
+        self._trained(1)
         return logs or self._results()
 
     def valid_step(self, batch: Any) -> dict[str, Any]:
@@ -129,7 +127,8 @@ class Learner:
 
         Mutates: the metrics alone.
         """
-        return self._valid(batch) or self._results()
+        _, logs = self._valid(batch)
+        return logs or self._results()
 
     def fit(
         self,
@@ -169,7 +168,10 @@ class Learner:
         check_data("train", train, epochs)
         if valid is not None:
             check_data("valid", valid, epochs)
-        if steps_per_execution != 1:
+        at_once = whole_number(
+            FIT, "steps_per_execution", steps_per_execution, least=1, fix="steps_per_execution=50"
+        )
+        if at_once > 1:
             raise ValueError(
                 f"`{FIT}` got steps_per_execution={steps_per_execution!r}, expected 1: several "
                 "steps in one call aren't supported yet. Leave it out: `fit(train, epochs=10)`."
@@ -190,9 +192,9 @@ class Learner:
         logs: dict[str, float] = {}
         for epoch in range(done, epochs):
             events.on_epoch_begin(epoch)
-            logs = self._train_epoch(train, events, model)
+            logs = self._train_epoch(train, events, model, at_once)
             if valid is not None:
-                found = self._valid_epoch(valid, events)
+                found = self._valid_epoch(valid, events, at_once)
                 logs |= {f"val_{name}": value for name, value in found.items()}
             events.on_epoch_end(epoch, logs)
             if saver is not None:
@@ -203,36 +205,63 @@ class Learner:
         events.on_train_end(logs)
         return model.history
 
-    def _train_epoch(self, data: Iterable[Any], events: Any, model: Any) -> dict[str, float]:
+    def _train_epoch(
+        self, data: Iterable[Any], events: Any, model: Any, at_once: int
+    ) -> dict[str, float]:
         self._reset()
         if self._waiting:  # what an interrupted epoch has left
             self._window.reset()
             self._waiting = 0
-        number = -1
-        for number, batch in enumerate(data):
-            events.on_train_batch_begin(number)
-            events.on_train_batch_end(number, self.train_step(batch))
-            if model.stop_training:
+        batches, done = iter(data), 0
+        while not model.stop_training and (drawn := _drawn(batches, at_once)) is not None:
+            events.on_train_batch_begin(done)
+            # A call ends with the window.
+            left = at_once if self.accumulate == 1 else self.accumulate - self._waiting
+            steps = min(at_once, left)
+            ran, logs = self._run(self._train, drawn, steps, self._rate.numbers())
+            if ran == 0:
                 break
-        check_drawn("train", number + 1)
+            self._trained(ran)
+            done += ran
+            events.on_train_batch_end(done - 1, logs)
+        check_drawn("train", done)
         if self._waiting:  # the rest of the epoch is a shorter window
             self._update(self._rate.numbers())
             self._waiting = 0
         return self._results()
 
-    def _valid_epoch(self, data: Iterable[Any], events: Any) -> dict[str, float]:
+    def _valid_epoch(self, data: Iterable[Any], events: Any, at_once: int) -> dict[str, float]:
         self._reset()
         events.on_test_begin()
-        number = -1
-        for number, batch in enumerate(data):
-            events.on_test_batch_begin(number)
-            events.on_test_batch_end(number, self.valid_step(batch))
-        check_drawn("valid", number + 1)
+        batches, done = iter(data), 0
+        while (drawn := _drawn(batches, at_once)) is not None:
+            events.on_test_batch_begin(done)
+            ran, logs = self._run(self._valid, drawn, at_once)
+            if ran == 0:
+                break
+            done += ran
+            events.on_test_batch_end(done - 1, logs)
+        check_drawn("valid", done)
         logs = self._results()
         events.on_test_end(logs)
         return logs
 
-    def _train_batch(self, batch: Any, numbers: list[Any]) -> dict[str, tf.Tensor]:
+    def _run(self, step: Any, drawn: Any, steps: int, *args: Any) -> tuple[int, Any]:
+        """Runs a step on a batch, or up to so many on an iterator: their number, the last logs."""
+        if not isinstance(drawn, Iterator):
+            _, logs = step(drawn, *args)
+            return 1, logs or self._results()
+        rows, stacked = step.run(drawn, *args, steps=steps)
+        logs = {name: values[-1] for name, values in stacked.items()} if len(rows) else {}
+        return len(rows), logs or self._results()
+
+    def _trained(self, batches: int) -> None:
+        """Counts batches, and updates the model when they fill a window."""
+        self._waiting = (self._waiting + batches) % self.accumulate
+        if self.accumulate > 1 and self._waiting == 0:
+            self._update(self._rate.numbers())
+
+    def _train_batch(self, batch: Any, numbers: list[Any]) -> Any:
         x, y, sample_weight = parts(batch)
         weight = self._weight(x, sample_weight)
         with Tape(scaler=self.optim.scaler) as tape:
@@ -244,7 +273,7 @@ class Learner:
             self.optim.step(self._rate.rates(numbers), self.model, grads, **shares)
         else:
             self._window.accumulate(self.model, grads, weight=weight)
-        return self._measure(loss, weight, y, outputs)
+        return _rows(x), self._measure(loss, weight, y, outputs)
 
     def _apply_window(self, numbers: list[Any]) -> None:
         def step(numbers: list[Any]) -> None:
@@ -252,11 +281,11 @@ class Learner:
 
         step(numbers) if self._strategy is None else self._strategy.run(step, (numbers,))
 
-    def _valid_batch(self, batch: Any) -> dict[str, tf.Tensor]:
+    def _valid_batch(self, batch: Any) -> Any:
         x, y, sample_weight = parts(batch)
         outputs = valid(self.model)(x)
         loss = self._loss(y, outputs, sample_weight)
-        return self._measure(loss, self._weight(x, sample_weight), y, outputs)
+        return _rows(x), self._measure(loss, self._weight(x, sample_weight), y, outputs)
 
     def _loss(self, y: Any, outputs: Any, sample_weight: Any) -> tf.Tensor:
         loss = self.loss(y, outputs, sample_weight)
@@ -269,7 +298,7 @@ class Learner:
         """What the mean over a batch counts in a mean over several."""
         if self.loss.reduction == "mean_with_sample_weight" and sample_weight is not None:
             return tf.reduce_sum(sample_weight)
-        return tf.shape(tf.nest.flatten(x)[0])[0]
+        return _rows(x)
 
     def _measure(self, loss: Any, weight: Any, y: Any, outputs: Any) -> dict[str, tf.Tensor]:
         mean, *metrics = self.metrics
@@ -306,3 +335,12 @@ def _length(data: Any) -> int | None:
         return len(data)
     except TypeError:
         return None
+
+
+def _drawn(batches: Iterator[Any], at_once: int) -> Any:
+    """The next batch, or the iterator itself for calls that draw several; `None` at its end."""
+    return next(batches, None) if at_once == 1 else batches
+
+
+def _rows(x: Any) -> tf.Tensor:
+    return tf.shape(tf.nest.flatten(x)[0])[0]
