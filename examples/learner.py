@@ -7,6 +7,7 @@ business of `Learner.fit`: steps, windows, validation, checkpoints. Keras' callb
 """
 
 import keras
+import tensorflow as tf
 from absl import flags
 
 import tfloop
@@ -27,17 +28,25 @@ def loader(config: mnist.TrainingConfig, images: _images.Images) -> tfloop.DataL
 
 
 def train(
-    config: mnist.TrainingConfig, train_images: _images.Images, test_images: _images.Images
+    config: mnist.TrainingConfig,
+    train_images: _images.Images,
+    test_images: _images.Images,
+    strategy: tf.distribute.Strategy | None = None,
 ) -> keras.callbacks.History:
     """Builds everything as `mnist.train` does, and fits."""
+    strategy = strategy or tf.distribute.get_strategy()
     tfloop.seed(config.seed)
+    with strategy.scope():  # On one device it changes nothing.
+        model = config.model.init()
+        accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
     learner = tfloop.Learner(
-        config.model.init(),
+        model,
         config.optimizer.init(),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         lr=config.lr,
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        metrics=[accuracy],
         accumulate=config.accumulate,
+        strategy=strategy,
     )
     callbacks, checkpoint = [], None
     if config.workdir is not None:
@@ -58,9 +67,15 @@ def train(
 
 def main(config: mnist.TrainingConfig) -> None:
     """Finds the images, trains, and prints how well the last epoch went."""
+    if config.jit_compile:
+        raise _command.UnusableInput(
+            "--jit_compile needs a loop: `tfloop.compile(jit_compile=...)`"
+        )
     if _QUICK.value:
         config = config.replace(num_epochs=2)
-    history = train(config, *_images.load(config.dataset, config.data_dir)).history
+    with _command.blaming("--strategy"):
+        strategy = tfloop.strategy(config.strategy)  # Before TensorFlow is used.
+    history = train(config, *_images.load(config.dataset, config.data_dir), strategy).history
     if history:
         loss, accuracy = history["val_loss"][-1], history["val_accuracy"][-1]
         print(f"Test loss {loss:.3f}, accuracy {100 * accuracy:.2f} %")

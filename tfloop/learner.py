@@ -36,6 +36,7 @@ from tfloop._learner_checks import (
 from tfloop._modes import train, valid
 from tfloop._optimizer import ModuleOptimizer
 from tfloop._paths import unwrap
+from tfloop._replicas import is_default
 from tfloop._tape import Tape, total_loss
 from tfloop.data import DataLoader
 from tfloop.schedulers._module import ModuleLrScheduler
@@ -97,7 +98,7 @@ class Learner:
         self.accumulate = whole_number(NEW, "accumulate", accumulate, least=1, fix="accumulate=4")
         self.loss = as_loss(loss, self.accumulate)
         self.lr = as_rates(lr)
-        self._strategy = strategy
+        self._strategy = None if is_default(strategy) else strategy
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             self.metrics = [keras.metrics.Mean(name="loss"), *as_metrics(metrics)]
         self.model, self.optim = unwrap(model), optim.build(model)
