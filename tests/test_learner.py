@@ -199,6 +199,43 @@ def test_steps_by_hand_are_those_of_fit():
     assert all(np.array_equal(before[path], value) for path, value in values(ours).items())
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rates", ["groups", "scheduler", "given"])
+def test_several_steps_a_call_give_the_same(rates, accumulate):
+    class Calls(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.ends = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.ends.append(batch)
+
+        def on_test_batch_end(self, batch, logs=None):
+            self.ends.append(-batch)
+
+    def run(steps):
+        model, calls = net(), Calls()
+        learner = tfloop.Learner(model, grouped(), LOSS, lr=RATES[rates](), accumulate=accumulate)
+        data = loader(batch_size=3)  # 7 batches of 3 and one of 1
+        history = learner.fit(
+            data, loader(), epochs=2, steps_per_execution=steps, callbacks=[calls]
+        )
+        return model, history.history, calls.ends
+
+    (ours, got, ends), (theirs, wanted, _) = run(2), run(1)
+    assert (
+        ends[: len(ends) // 2]
+        == {
+            1: [1, 3, 5, 7, -1, -3, -4],
+            3: [1, 2, 4, 5, 7, -1, -3, -4],
+        }[accumulate]
+    )
+    for name, numbers in wanted.items():
+        assert got[name] == pytest.approx(numbers, rel=1e-5)
+    for path, value in values(theirs).items():
+        np.testing.assert_allclose(values(ours)[path], value, rtol=1e-4, atol=1e-6, err_msg=path)
+
+
 def test_early_stopping_stops_and_restores():
     model = net()
     stop = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=9.0, restore_best_weights=1)
@@ -519,6 +556,7 @@ def test_an_unbuilt_model_is_refused_at_once():
         ),
         ([(X,)], {"epochs": 1}, TypeError, ["1 parts"]),
         ([(X, Y)], {"epochs": -1}, ValueError, ["epochs=10"]),
+        ([(X, Y)], {"epochs": 1, "steps_per_execution": 0}, ValueError, ["steps_per_execution=50"]),
         ([(X, Y)], {"epochs": 1, "callbacks": [print]}, TypeError, ["LambdaCallback"]),
         (
             [(X, Y)],

@@ -119,17 +119,17 @@ class Learner:
           Metric -> its value since the epoch began, a scalar.
         Mutates: the model, the optimizer and the metrics.
         """
-        _, logs = self._train(batch, self._rate.numbers())
+        _, logs = self._run(self._train, batch, 1, self._rate.numbers())
         self._trained(1)
-        return logs or self._results()
+        return logs
 
     def valid_step(self, batch: Any) -> dict[str, Any]:
         """Evaluates one batch; the result is as that of `train_step`.
 
         Mutates: the metrics alone.
         """
-        _, logs = self._valid(batch)
-        return logs or self._results()
+        _, logs = self._run(self._valid, batch, 1)
+        return logs
 
     def fit(
         self,
@@ -151,7 +151,8 @@ class Learner:
           valid: Likewise, for validation.
           epochs: The epochs of the whole run, those before a resume included.
           callbacks: Keras callbacks, as they are. Their own state isn't in a checkpoint.
-          steps_per_execution: Batches in one call of a graph.
+          steps_per_execution: Batches in one call of a graph, with the same result; callbacks run
+            between the calls. A window of `accumulate` batches ends a call.
           checkpoint: A folder for `tfloop.Checkpoint`, saved after every epoch: model, optimizer,
             rates, and the places of DataLoaders. Or a `Checkpoint` of your own.
           resume: Go on after the last epoch in `checkpoint`, exactly, if there is one.
@@ -172,11 +173,6 @@ class Learner:
         at_once = whole_number(
             FIT, "steps_per_execution", steps_per_execution, least=1, fix="steps_per_execution=50"
         )
-        if at_once > 1:
-            raise ValueError(
-                f"`{FIT}` got steps_per_execution={steps_per_execution!r}, expected 1: several "
-                "steps in one call aren't supported yet. Leave it out: `fit(train, epochs=10)`."
-            )
         saver = self._saver(checkpoint, train=train, valid=valid)
         model = ForCallbacks(self.model, self._rate)
         events = keras.callbacks.CallbackList(
@@ -214,17 +210,19 @@ class Learner:
             self._window.reset()
             self._waiting = 0
         batches, done = iter(data), 0
-        while not model.stop_training and (drawn := _drawn(batches, at_once)) is not None:
+        while (drawn := _drawn(batches, at_once)) is not None:
             events.on_train_batch_begin(done)
-            # A call ends with the window.
-            left = at_once if self.accumulate == 1 else self.accumulate - self._waiting
-            steps = min(at_once, left)
+            steps = at_once
+            if self.accumulate > 1:  # a call ends with the window
+                steps = min(steps, self.accumulate - self._waiting)
             ran, logs = self._run(self._train, drawn, steps, self._rate.numbers())
             if ran == 0:
                 break
             self._trained(ran)
             done += ran
             events.on_train_batch_end(done - 1, logs)
+            if model.stop_training:
+                break
         check_drawn("train", done)
         if self._waiting:  # the rest of the epoch is a shorter window
             self._update(self._rate.numbers())
