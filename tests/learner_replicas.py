@@ -49,7 +49,7 @@ def mean_of_squares(y, outputs):
     return tf.reduce_mean(tf.reduce_sum((outputs - y) ** 2, -1))
 
 
-def learn(strategy, rates, loss, accumulate):
+def learn(strategy, rates, loss, accumulate, steps=1):
     model, metric = build(contextlib.nullcontext() if strategy is None else strategy.scope())
     optim = optimizer()
     learner = tfloop.Learner(
@@ -62,7 +62,7 @@ def learn(strategy, rates, loss, accumulate):
         strategy=strategy,
     )
     data = tfloop.DataLoader((x, y), batch_size=5)  # the last one has a row for one replica alone
-    return model, optim, learner.fit(data, data, epochs=3).history
+    return model, optim, learner.fit(data, data, epochs=3, steps_per_execution=steps).history
 
 
 cases = {
@@ -75,7 +75,8 @@ cases = {
 }
 for name, (rates, loss) in cases.items():
     for accumulate in (1, 2):
-        model, optim, history = learn(strategy, rates, loss, accumulate)
+        # Several steps a call where there are several replicas: the result is the same.
+        model, optim, history = learn(strategy, rates, loss, accumulate, steps=accumulate)
         single, other, wanted = learn(None, rates, loss, accumulate)
         assert_close(model, single)
         assert history.keys() == wanted.keys()
