@@ -19,7 +19,7 @@ PUBLIC = {
     *("ModuleLearningRate", "ModuleLrScheduler", "schedulers"),
     *("GradientsAccumulator", "microbatch"),
     *("train", "valid", "blend", "to_device"),
-    *("LossScaler", "compile", "seed", "strategy", "DataLoader", "Checkpoint"),
+    *("LossScaler", "compile", "seed", "strategy", "DataLoader", "Checkpoint", "Learner"),
     *("Config", "OptimizerConfig", "AdamConfig", "flags"),
 }
 

@@ -5,6 +5,7 @@ The front door: every public name, and nothing else.
 
 from importlib.metadata import version as _version
 
+from tfloop import _as_keras as _as_keras  # registers with Keras, for `load_model`
 from tfloop import flags, schedulers
 from tfloop._accumulate import GradientsAccumulator
 from tfloop._backward import Gradients
@@ -22,6 +23,7 @@ from tfloop._scaling import LossScaler
 from tfloop._tape import Tape, total_loss
 from tfloop.config import AdamConfig, Config, OptimizerConfig
 from tfloop.data import DataLoader
+from tfloop.learner import Learner
 from tfloop.runtime import seed, strategy
 from tfloop.schedulers._module import ModuleLrScheduler
 from tfloop.schedulers._rates import ModuleLearningRate
@@ -37,6 +39,7 @@ __all__ = [
     "Gradients",
     "GradientsAccumulator",
     "GradientsParams",
+    "Learner",
     "LossScaler",
     "ModuleLearningRate",
     "ModuleLrScheduler",

@@ -12,7 +12,7 @@ from keras.optimizers import Optimizer
 from tfloop._clipping import GradientClipping
 from tfloop._messages import described, did_you_mean, listed
 
-_CLIP_ARGUMENTS = {
+CLIP_ARGUMENTS = {
     "clipvalue": GradientClipping.by_value,
     "clipnorm": GradientClipping.by_norm,
     "global_clipnorm": GradientClipping.by_global_norm,
@@ -99,7 +99,7 @@ def check_arguments(given: Optimizer, call: str) -> None:
 
 def clipping_of(given: Optimizer) -> GradientClipping | None:
     """The optimizer's own clipping as ours, which means the same."""
-    for argument, make in _CLIP_ARGUMENTS.items():
+    for argument, make in CLIP_ARGUMENTS.items():
         limit = getattr(given, argument)
         if limit:
             return make(limit)
@@ -116,7 +116,7 @@ def copy_of(given: Optimizer, call: str) -> Optimizer:
     """
     try:
         config = _config(given)
-        config.update({argument: None for argument in _CLIP_ARGUMENTS}, learning_rate=0.0)
+        config.update({argument: None for argument in CLIP_ARGUMENTS}, learning_rate=0.0)
         optimizer = type(given).from_config(config)
     except Exception as error:
         raise ValueError(
@@ -141,7 +141,7 @@ def check_copy(given: Optimizer, optimizer: Optimizer, call: str) -> None:
         for name, value in vars(given).items()
         if isinstance(value, (bool, int, float, str))
         and not name.startswith("_")
-        and name not in (*_CLIP_ARGUMENTS, "built")
+        and name not in (*CLIP_ARGUMENTS, "built")
     }
     lost = [name for name, value in plain.items() if getattr(optimizer, name, None) != value]
     if lost:

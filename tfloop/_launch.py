@@ -23,7 +23,8 @@ except ImportError:
         return True
 
 
-_EagerTensor: Any = type(tf.constant(0))
+# Not the type of a tensor made here: the first tensor fixes the devices, see `tfloop.strategy`.
+_EagerTensor: Any = tf.__internal__.EagerTensor
 _WRAPPED = re.compile(r"\{\{function_node __wrapped__[^}]*\}\}")
 _LARGE = 2**18
 """Elements of a tensor from which on operations gain more from running side by side, which the

@@ -70,7 +70,8 @@ def looped(step: Callable[..., Any]) -> Callable[..., Any]:
     @_traces.not_converted
     def many(stack: Any, *args: Any, **kwargs: Any) -> Any:
         leaves = tf.nest.flatten(stack)
-        count = leaves[0].shape[0]
+        # Open once several numbers of steps have been asked for.
+        count = leaves[0].shape[0] or tf.shape(leaves[0])[0]
         one = tf.function(step)
         first = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), stack)
         one = one.get_concrete_function(first, *args, **kwargs)

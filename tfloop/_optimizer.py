@@ -320,6 +320,30 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         slots = update.slots(canonical) if update else {}
         return {name: tf.convert_to_tensor(slot) for name, slot in slots.items()}
 
+    def as_keras(self, model: Any) -> Any:
+        """Gives a `keras.optimizers.Optimizer` with these groups, for `model.compile`.
+
+        `fit` then makes the updates that `step(None, model, grads)` makes, with the same state.
+        `learning_rate` is the rate of the fallback; a callback that sets it moves the rates of the
+        groups in proportion. A `.keras` file holds the routing by path and the state; loading it
+        needs `import tfloop`.
+
+        Args:
+          model: The root: the model to be compiled, or one that holds it.
+
+        Returns:
+          The optimizer: `model.compile(optimizer=optim.as_keras(model), loss=...)`.
+        Mutates: self, as `build`, if the model is built; `fit` builds it otherwise.
+        Graph mode: call it outside.
+
+        Raises:
+          TypeError: It isn't a model.
+          ValueError: As `build`.
+        """
+        from tfloop._as_keras import GroupedOptimizer
+
+        return GroupedOptimizer(self, model)
+
     @property
     def iterations(self) -> tf.Variable:
         """The steps in which anything was updated: an int64 scalar variable.

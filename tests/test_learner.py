@@ -1,0 +1,574 @@
+"""`Learner`: the hand loop, written once; Keras' callbacks, metrics and history around it."""
+
+import csv
+import importlib
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import message, read, values
+
+import tfloop
+from tfloop import GradientsParams, ModuleLearningRate, ModuleLrScheduler, ParamGroup
+
+# Keras 3.15 copies variables in a way that NumPy 2 will drop.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+ROOT = pathlib.Path(__file__).parents[1]
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(22, 3)).astype("float32")
+Y = RNG.integers(0, 2, size=22)
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+HEAD = ParamGroup.from_name("head")
+
+
+def net(**options) -> keras.Model:
+    tfloop.seed(3)
+    layers = keras.layers
+    stack = [layers.Dense(6, **options), layers.BatchNormalization(), layers.Dropout(0.3, seed=1)]
+    return keras.Sequential([keras.Input((3,)), *stack, layers.Dense(2, name="head")])
+
+
+def grouped() -> tfloop.ModuleOptimizer:
+    optim = tfloop.ModuleOptimizer(keras.optimizers.Adam(0.01))
+    clipping = tfloop.GradientClipping.by_global_norm(0.1)
+    return optim.with_group(HEAD, keras.optimizers.SGD(0.1, momentum=0.9), clipping)
+
+
+def loader(batch_size=5, shuffle=7):
+    return tfloop.DataLoader((X, Y), batch_size=batch_size, shuffle=shuffle)
+
+
+def scheduler():
+    decay = keras.optimizers.schedules.PolynomialDecay(0.05, 12, 0.0)
+    return ModuleLrScheduler(decay).with_group(HEAD, multiplier=2.0)
+
+
+RATES = {
+    "float": lambda: 0.02,
+    "groups": lambda: ModuleLearningRate(0.02).with_group(HEAD, multiplier=0.1),
+    "scheduler": scheduler,
+    "given": lambda: None,
+}
+
+
+def hand_loop(model, optim, lr, data, epochs, accumulate=1):
+    view = tfloop.train(model)
+    window = tfloop.GradientsAccumulator(reduction="mean")
+
+    @tfloop.compile
+    def step(x, y, rates):
+        with tfloop.Tape() as tape:
+            loss = LOSS(y, view(x))
+        grads = GradientsParams.from_grads(tape.backward(loss), model)
+        if accumulate > 1:
+            window.accumulate(model, grads, weight=tf.shape(x)[0])
+        else:
+            optim.step(lr.step() if scheduled else rates, model, grads)
+
+    @tfloop.compile
+    def update(rates):
+        optim.step(lr.step() if scheduled else rates, model, window)
+
+    scheduled = isinstance(lr, ModuleLrScheduler)
+    rates = None if scheduled else lr
+    for _ in range(epochs):
+        for number, (x, y) in enumerate(data, start=1):
+            step(x, y, rates)
+            if accumulate > 1 and (number % accumulate == 0 or number == len(data)):
+                update(rates)
+
+
+def assert_equal(got, wanted):
+    got, wanted = values(got), values(wanted)
+    for path, value in wanted.items():
+        np.testing.assert_array_equal(got[path], value, err_msg=path)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rates", RATES)
+def test_fit_equals_the_hand_loop_bit_for_bit(rates, accumulate):
+    ours, theirs = net(), net()
+    optim, other = grouped(), grouped()
+    learner = tfloop.Learner(ours, optim, LOSS, lr=RATES[rates](), accumulate=accumulate)
+    learner.fit(loader(), epochs=2)
+    hand_loop(theirs, other, RATES[rates](), loader(), 2, accumulate)
+    assert_equal(ours, theirs)
+    assert int(optim.iterations) == (10 if accumulate == 1 else 4)
+
+
+def test_accumulated_batches_are_one_large_batch():
+    def without_chance():
+        tfloop.seed(3)
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="head")])
+
+    small, large = without_chance(), without_chance()
+    rows = [slice(0, 5), slice(5, 7), slice(7, 16), slice(16, 22)]
+    weights = np.linspace(0.1, 2.0, 22).astype("float32")
+    pieces = [(X[piece], Y[piece], weights[piece]) for piece in rows]
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+        sgd = lambda: tfloop.ModuleOptimizer("sgd")  # noqa: E731
+        many = tfloop.Learner(small, sgd(), loss, lr=0.5, accumulate=4)
+        one = tfloop.Learner(large, sgd(), loss, lr=0.5)
+        logs = many.fit(pieces, epochs=1).history, one.fit([(X, Y, weights)], epochs=1).history
+        np.testing.assert_allclose(read(small.layers[0].kernel), read(large.layers[0].kernel), 1e-5)
+        assert logs[0]["loss"] == pytest.approx(logs[1]["loss"], rel=1e-5)
+
+
+def test_schedules_count_updates():
+    rates = scheduler()
+    learner = tfloop.Learner(net(), grouped(), LOSS, lr=rates, accumulate=2)
+    learner.fit(loader(), epochs=2)
+    assert int(rates.count) == 6  # 5 batches an epoch: windows of 2, 2 and 1
+
+
+def test_validation_counts_every_sample_once():
+    model = net()
+    accuracy = keras.metrics.SparseCategoricalAccuracy("accuracy")
+    learner = tfloop.Learner(model, grouped(), LOSS, lr=0.0, metrics=[accuracy])
+    history = learner.fit(loader(), loader(batch_size=4, shuffle=None), epochs=1).history
+    logits = model(X, training=False)  # 22 = 5 * 4 + 2 samples
+    each = tf.nn.sparse_softmax_cross_entropy_with_logits(Y, logits)
+    assert history["val_loss"][0] == pytest.approx(float(np.mean(each)), rel=1e-5)
+    hits = np.argmax(logits, 1) == Y
+    assert history["val_accuracy"][0] == pytest.approx(np.mean(hits), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", LOSS], ids=["name", "object"])
+def test_losses_metrics_and_weights_mean_what_they_mean_in_keras(loss):
+    def built():
+        return net(kernel_regularizer="l2", activity_regularizer="l1")
+
+    if isinstance(loss, str):
+        softmax = keras.layers.Activation("softmax")
+        ours, theirs = (keras.Sequential([built(), softmax]) for _ in range(2))
+    else:
+        ours, theirs = built(), built()
+    weights = np.linspace(0.1, 2.0, 22).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((X, Y, weights)).batch(5)
+    metrics = lambda: [keras.metrics.SparseCategoricalAccuracy("accuracy")]  # noqa: E731
+    optim = tfloop.ModuleOptimizer(keras.optimizers.SGD(0.1))
+    learner = tfloop.Learner(ours, optim, loss, metrics=metrics())
+    got = learner.fit(data, data, epochs=3)
+    theirs.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics())
+    wanted = theirs.fit(data, validation_data=data, epochs=3, verbose=0, shuffle=False)
+    assert got.epoch == wanted.epoch
+    assert got.history.keys() == wanted.history.keys()
+    for name, numbers in wanted.history.items():
+        assert got.history[name] == pytest.approx(numbers, rel=1e-4), name
+
+
+def test_a_function_is_a_loss():
+    def squares(y, outputs):
+        return tf.reduce_sum((outputs - tf.one_hot(tf.cast(y, tf.int32), 2)) ** 2, -1)
+
+    history = tfloop.Learner(net(), grouped(), squares).fit(loader(), epochs=8).history
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def test_inputs_of_several_parts():
+    tfloop.seed(1)
+    a, b = keras.Input((3,), name="a"), keras.Input((3,), name="b")
+    model = keras.Model({"a": a, "b": b}, keras.layers.Dense(2)(keras.layers.add([a, b])))
+    data = tfloop.DataLoader(({"a": X, "b": X}, Y), batch_size=4)
+    learner = tfloop.Learner(tfloop.train(model), tfloop.ModuleOptimizer("adam"), LOSS)
+    history = learner.fit(data, epochs=2).history
+    assert history["loss"][1] < history["loss"][0]
+
+
+def test_steps_by_hand_are_those_of_fit():
+    ours, theirs = net(), net()
+    learner = tfloop.Learner(ours, grouped(), LOSS, lr=0.02, accumulate=2)
+    other = tfloop.Learner(theirs, grouped(), LOSS, lr=0.02, accumulate=2)
+    batches = [(X[:4], Y[:4]), (X[4:10], Y[4:10])]
+    for batch in batches:
+        logs = learner.train_step(batch)
+    history = other.fit(batches, epochs=1).history
+    assert_equal(ours, theirs)
+    assert float(logs["loss"]) == pytest.approx(history["loss"][0])
+    before = values(ours)
+    assert learner.valid_step(batches[0]).keys() == {"loss"}
+    assert all(np.array_equal(before[path], value) for path, value in values(ours).items())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rates", ["groups", "scheduler", "given"])
+def test_several_steps_a_call_give_the_same(rates, accumulate):
+    class Calls(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.ends = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.ends.append(batch)
+
+        def on_test_batch_end(self, batch, logs=None):
+            self.ends.append(-batch)
+
+    def run(steps):
+        model, calls = net(), Calls()
+        learner = tfloop.Learner(model, grouped(), LOSS, lr=RATES[rates](), accumulate=accumulate)
+        data = loader(batch_size=3)  # 7 batches of 3 and one of 1
+        history = learner.fit(
+            data, loader(), epochs=2, steps_per_execution=steps, callbacks=[calls]
+        )
+        return model, history.history, calls.ends
+
+    (ours, got, ends), (theirs, wanted, _) = run(2), run(1)
+    assert (
+        ends[: len(ends) // 2]
+        == {
+            1: [1, 3, 5, 7, -1, -3, -4],
+            3: [1, 2, 4, 5, 7, -1, -3, -4],
+        }[accumulate]
+    )
+    for name, numbers in wanted.items():
+        assert got[name] == pytest.approx(numbers, rel=1e-5)
+    for path, value in values(theirs).items():
+        np.testing.assert_allclose(values(ours)[path], value, rtol=1e-4, atol=1e-6, err_msg=path)
+
+
+def test_early_stopping_stops_and_restores():
+    model = net()
+    stop = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=9.0, restore_best_weights=1)
+    weights = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: weights.append(read(model.layers[0].kernel))
+    )
+    history = tfloop.Learner(model, grouped(), LOSS).fit(loader(), epochs=9, callbacks=[note, stop])
+    assert history.epoch == [0, 1]
+    np.testing.assert_array_equal(read(model.layers[0].kernel), weights[0])
+
+
+def test_a_callback_can_stop_within_an_epoch():
+    class AfterTwo(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+    optim = grouped()
+    tfloop.Learner(net(), optim, LOSS).fit(loader(), epochs=3, callbacks=[AfterTwo()])
+    assert int(optim.iterations) == 2
+
+
+def test_files_of_callbacks(tmp_path):
+    model = net()
+    saver = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))
+    callbacks = [keras.callbacks.CSVLogger(str(tmp_path / "log.csv")), saver]
+    history = tfloop.Learner(model, grouped(), LOSS).fit(
+        loader(), loader(), epochs=2, callbacks=callbacks
+    )
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [float(row["val_loss"]) for row in rows] == history.history["val_loss"]
+    loaded = keras.models.load_model(tmp_path / "2.keras")
+    for wanted, found in zip(model.weights, loaded.weights, strict=True):
+        np.testing.assert_array_equal(read(found), read(wanted))
+
+
+def test_tensorboard_writes_or_names_what_it_lacks(tmp_path):
+    board = keras.callbacks.TensorBoard(str(tmp_path), write_graph=False)
+    learner = tfloop.Learner(net(), grouped(), LOSS)
+    try:
+        importlib.import_module("tensorboard.summary.v2")
+    except ImportError:
+        with pytest.raises(ValueError, match=message("TensorBoard", "pip install tensorboard")):
+            learner.fit(loader(), epochs=1, callbacks=[board])
+    else:
+        learner.fit(loader(), loader(), epochs=1, callbacks=[board])
+        assert list(tmp_path.glob("*/events*"))
+
+
+@pytest.mark.parametrize("rates", ["float", "groups", "given"])
+def test_reduce_on_plateau_reduces_every_rate(rates):
+    ours, theirs = net(), net()
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.25, patience=1, min_delta=9.0)
+    optim, other = grouped(), grouped()
+    learner = tfloop.Learner(ours, optim, LOSS, lr=RATES[rates]())
+    history = learner.fit(loader(), epochs=3, callbacks=[plateau]).history
+    base = {"float": 0.02, "groups": 0.02, "given": 0.01}[rates]
+    assert history["learning_rate"] == pytest.approx([base, base, base / 4])
+    assert learner._train.trace_count == 2  # whole and short batches
+
+    data = loader()
+    hand_loop(theirs, other, RATES[rates](), data, 2)
+    reduced = {
+        "float": lambda: 0.005,
+        "groups": lambda: ModuleLearningRate(0.005).with_group(HEAD, multiplier=0.1),
+        "given": lambda: ModuleLearningRate(0.0025).with_group(HEAD, 0.025),
+    }[rates]()
+    hand_loop(theirs, other, reduced, data, 1)
+    for path, value in values(theirs).items():
+        np.testing.assert_allclose(values(ours)[path], value, atol=1e-6, err_msg=path)
+
+
+def test_a_scheduled_rate_is_logged_but_not_set():
+    learner = tfloop.Learner(net(), grouped(), LOSS, lr=scheduler())
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=9)
+    history = learner.fit(loader(), epochs=2, callbacks=[plateau]).history
+    assert history["learning_rate"] == pytest.approx([0.05 * 7 / 12, 0.05 * 2 / 12])
+    fixed = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1)
+    with pytest.raises(TypeError, match=message("ModuleLrScheduler", "Learner(..., lr=1e-3)")):
+        learner.fit(loader(), epochs=1, callbacks=[fixed])
+
+
+def test_attributes_set_by_a_callback_reach_the_model():
+    model = net()
+
+    def freeze(epoch, logs):
+        seen.model.layers[0].trainable = epoch == 0
+        seen.model.note = epoch
+
+    seen = keras.callbacks.LambdaCallback(on_epoch_begin=freeze)
+    kernels = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: kernels.append(read(model.layers[0].kernel))
+    )
+    tfloop.Learner(model, grouped(), LOSS).fit(loader(), epochs=2, callbacks=[seen, note])
+    np.testing.assert_array_equal(*kernels)
+    assert model.note == 1
+    assert not hasattr(model, "history") or model.history is None
+
+
+def test_a_line_an_epoch_in_a_pipe_and_a_bar_on_a_terminal(capsys, monkeypatch):
+    learner = tfloop.Learner(net(), grouped(), LOSS)
+    learner.fit(loader(), loader(), epochs=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("Epoch")] == ["Epoch 1/2", "Epoch 2/2"]
+    assert len([line for line in lines if "val_loss" in line]) == 2
+    assert len(lines) == 4
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    learner.fit(loader(), epochs=1)
+    assert "━━" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_a_resumed_run_is_the_whole_run(rates, tmp_path):
+    def run(folder, epochs, **options):
+        model, optim = net(), grouped()
+        learner = tfloop.Learner(model, optim, LOSS, lr=RATES[rates](), accumulate=2)
+        halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        callbacks = [] if rates == "scheduler" else [halve]
+        history = learner.fit(
+            loader(), epochs=epochs, callbacks=callbacks, checkpoint=folder, **options
+        )
+        return model, optim, history
+
+    whole, optim, history = run(tmp_path / "whole", 4)
+    run(tmp_path / "parts", 1)
+    run(tmp_path / "parts", 2)
+    model, other, rest = run(tmp_path / "parts", 4)
+    assert_equal(model, whole)
+    assert rest.epoch == [2, 3]
+    for name, numbers in rest.history.items():
+        assert numbers == history.history[name][2:]
+    assert int(other.iterations) == int(optim.iterations) == 12
+    for path in optim.state("head.kernel"):
+        np.testing.assert_array_equal(
+            other.state("head.kernel")[path], optim.state("head.kernel")[path]
+        )
+    assert run(tmp_path / "parts", 4)[2].epoch == []
+    assert run(tmp_path / "parts", 1, resume=False)[2].epoch == [0]
+
+
+def test_a_run_interrupted_within_a_window_goes_on_exactly(tmp_path):
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.epoch == 1 and batch == 2:
+                raise KeyboardInterrupt
+
+    whole, model = net(), net()
+    tfloop.Learner(whole, grouped(), LOSS, accumulate=2).fit(loader(), epochs=3)
+    learner = tfloop.Learner(model, grouped(), LOSS, accumulate=2)
+    data = loader()
+    with pytest.raises(KeyboardInterrupt):
+        learner.fit(data, epochs=3, checkpoint=tmp_path, callbacks=[Interrupt()])
+    learner.fit(data, epochs=3, checkpoint=tmp_path)
+    assert_equal(model, whole)
+
+
+def test_a_scaler_scales_and_never_shows():
+    ours, theirs = net(), net()
+    optim = tfloop.ModuleOptimizer(keras.optimizers.SGD(0.1), scaler=tfloop.LossScaler(64.0))
+    got = tfloop.Learner(ours, optim, LOSS).fit(loader(), epochs=2).history
+    plain = tfloop.ModuleOptimizer(keras.optimizers.SGD(0.1))
+    wanted = tfloop.Learner(theirs, plain, LOSS).fit(loader(), epochs=2).history
+    assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    np.testing.assert_allclose(read(ours.layers[3].kernel), read(theirs.layers[3].kernel), 1e-4)
+
+
+def test_a_checkpoint_of_ones_own(tmp_path):
+    model, optim = net(), grouped()
+    checkpoint = tfloop.Checkpoint(tmp_path, model=model, optim=optim)
+    tfloop.Learner(model, optim, LOSS).fit(loader(), epochs=2, checkpoint=checkpoint)
+    assert checkpoint.restore() == 2
+
+
+def test_moving_averages_end_up_in_the_model():
+    averaged = keras.optimizers.SGD(0.1, use_ema=True)
+    model, optim = net(), tfloop.ModuleOptimizer(averaged)
+    tfloop.Learner(model, optim, LOSS).fit(loader(), epochs=1)
+    average = optim.state("head.kernel")["model_variables_moving_average"]
+    np.testing.assert_array_equal(read(model.layers[3].kernel), average)
+
+
+def test_a_module_of_tensorflow_is_a_model():
+    class Affine(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = tf.Variable(tf.zeros((3, 2)))
+
+        def __call__(self, x):
+            return x @ self.w
+
+    learner = tfloop.Learner(Affine(), tfloop.ModuleOptimizer("sgd"), LOSS)
+    history = learner.fit(loader(), loader(), epochs=2).history
+    assert history["val_loss"][1] < np.log(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "parts"),
+    [
+        ({"model": 3}, TypeError, ["int 3", "keras.Model"]),
+        ({"optim": keras.optimizers.Adam()}, TypeError, ["Adam", "tfloop.ModuleOptimizer("]),
+        ({"loss": None}, TypeError, ["needs a loss", "None"]),
+        ({"loss": "mean_squard"}, ValueError, ["'mean_squard'", "keras.losses."]),
+        ({"loss": keras.losses.MeanSquaredError(reduction=None)}, ValueError, ["reduction=None"]),
+        (
+            {"loss": keras.losses.MeanSquaredError(reduction="sum"), "accumulate": 2},
+            ValueError,
+            ["'sum'", "accumulate=2", "MeanSquaredError(reduction='mean')"],
+        ),
+        ({"lr": -1.0}, ValueError, ["-1.0"]),
+        ({"lr": "fast"}, TypeError, ["str 'fast'"]),
+        (
+            {"lr": keras.optimizers.schedules.ExponentialDecay(1.0, 2, 0.5)},
+            TypeError,
+            ["ExponentialDecay", "ModuleLrScheduler(schedule)"],
+        ),
+        ({"metrics": ["accuracy"]}, TypeError, ["'accuracy'", "SparseCategoricalAccuracy()"]),
+        ({"metrics": [keras.metrics.Mean("loss")]}, ValueError, ["one name", "'loss'"]),
+        ({"accumulate": 0}, ValueError, ["accumulate=4"]),
+        ({"strategy": "cpu"}, TypeError, ["str 'cpu'", "tfloop.strategy('auto')"]),
+        (
+            {
+                "strategy": tf.distribute.get_strategy(),
+                "optim": tfloop.ModuleOptimizer("sgd", reduction="sum"),
+            },
+            ValueError,
+            ["reduction='sum'", "'mean'"],
+        ),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_learner_refuses(options, error, parts):
+    given = {"model": net(), "optim": grouped(), "loss": LOSS} | options
+    with pytest.raises(error, match=message(*parts)):
+        tfloop.Learner(**given)
+
+
+def test_replicas_give_what_one_device_gives():
+    command = [sys.executable, "-W", "error", "-W", "ignore:__array__:DeprecationWarning"]
+    script = pathlib.Path(__file__).with_name("learner_replicas.py")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command.append(str(script))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = [f"{rates}-{k}" for rates in ("given", "groups", "schedule") for k in (1, 2)]
+    said = [line for line in done.stdout.split("\n") if re.fullmatch(r"[a-z]+-\w+", line)]
+    assert said == [*words, "fit-mean", "fit-sum", "fit-None"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_example_gives_the_numbers_of_the_loop_of_the_mnist_example(accumulate, example):
+    from tfloop.examples import _images, mnist
+
+    rng = np.random.default_rng(5)
+    train, test = (
+        _images.Images(rng.integers(0, 256, (n, 28, 28), np.uint8), rng.integers(0, 10, n))
+        for n in (44, 11)
+    )
+    config = mnist.TrainingConfig(
+        num_epochs=2, batch_size=8, lr=1e-3, accumulate=accumulate, num_workers=0
+    )
+    wanted = mnist.train(config, train, test).averages
+    got = example["train"](config, train, test).history
+    for split, prefix in (("Train", ""), ("Valid", "val_")):
+        losses = [average.loss for average in wanted[split]]
+        assert got[f"{prefix}loss"] == pytest.approx(losses, rel=1e-5)
+        hits = [average.accuracy / 100 for average in wanted[split]]
+        assert got[f"{prefix}accuracy"] == pytest.approx(hits, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def example():
+    return runpy.run_path(str(ROOT / "examples" / "learner.py"))
+
+
+def test_the_example_runs_and_goes_on(tmp_path):
+    def run(*options):
+        command = [sys.executable, "examples/learner.py", "--dataset=digits", "--lr=1e-3"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, f"--workdir={tmp_path}", *options],
+            **{"cwd": ROOT, "env": environment, "capture_output": True, "text": True},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("--num_epochs=1")
+    printed = run("--quick", "--resume")
+    assert re.findall("Epoch ./.", printed) == ["Epoch 2/2"]
+    assert float(re.search(r"accuracy (\d+\.\d+) %", printed)[1]) > 80.0
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [row["epoch"] for row in rows] == ["0", "1"]
+
+
+def test_an_unbuilt_model_is_refused_at_once():
+    model = keras.Sequential([keras.layers.Dense(2)])
+    with pytest.raises(ValueError, match="needs a built model"):
+        tfloop.Learner(model, tfloop.ModuleOptimizer("sgd"), LOSS)
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "error", "parts"),
+    [
+        (iter([(X, Y)]), {"epochs": 2}, ValueError, ["iterator", "as train"]),
+        (5, {"epochs": 1}, TypeError, ["int 5 as train", "DataLoader"]),
+        ({"x": X}, {"epochs": 1}, TypeError, ["as train", "DataLoader"]),
+        ([], {"epochs": 1}, ValueError, ["no batches from train"]),
+        ([(X, Y)], {"epochs": 1, "valid": []}, ValueError, ["no batches from valid"]),
+        ([{"x": X, "y": Y}], {"epochs": 1}, TypeError, ["dict(x, y)", "(x, y)"]),
+        (
+            tf.data.Dataset.from_tensors((X, Y)).repeat(),
+            {"epochs": 1},
+            ValueError,
+            ["without end", "take(100)"],
+        ),
+        ([(X,)], {"epochs": 1}, TypeError, ["1 parts"]),
+        ([(X, Y)], {"epochs": -1}, ValueError, ["epochs=10"]),
+        ([(X, Y)], {"epochs": 1, "steps_per_execution": 0}, ValueError, ["steps_per_execution=50"]),
+        ([(X, Y)], {"epochs": 1, "callbacks": [print]}, TypeError, ["LambdaCallback"]),
+        (
+            [(X, Y)],
+            {"epochs": 1, "callbacks": [keras.callbacks.BackupAndRestore("runs")]},
+            ValueError,
+            ["BackupAndRestore", "checkpoint="],
+        ),
+        ([(X, Y)], {"epochs": 1, "checkpoint": 3}, TypeError, ["int 3"]),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
+)
+def test_what_fit_refuses(train, options, error, parts):
+    learner = tfloop.Learner(net(), grouped(), LOSS)
+    with pytest.raises(error, match=message(*parts)):
+        learner.fit(train, **options)
