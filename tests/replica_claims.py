@@ -566,6 +566,34 @@ def claim_distributed_data_sets_and_short_batches_equal_one_device(strategy, fol
     assert_equal_runs(run(strategy, spread, True), one)
 
 
+def claim_losses_of_keras_are_means_of_the_rows(strategy, folder):
+    def run(where):
+        with where.scope():
+            model = mixed_model()
+        optim, squares = ModuleOptimizer("sgd"), keras.losses.MeanSquaredError()
+
+        @tfloop.compile(strategy=where)
+        def step(batch):
+            ids, numbers, targets = batch
+            with tfloop.Tape() as tape:
+                loss = squares(targets, model([ids, numbers]))
+            optim.step(0.1, model, GradientsParams.from_grads(tape.backward(loss), model))
+            return loss
+
+        losses = []
+        for size in (7, 1, 7, 3, 1):
+            batch = tuple(tf.constant(array[:size]) for array in (IDS, NUMBERS, TARGETS))
+            losses.append(float(step(batch)))
+        return losses, {p: v.numpy() for p, v in tfloop.named_parameters(model).items()}
+
+    assert_equal_runs(run(strategy), run(ONE))
+    # Elsewhere they are Keras' own, for its sum over replicas.
+    one = tf.ones((2, 1))
+    means = strategy.run(lambda: keras.losses.MeanSquaredError()(one, 0.0 * one))
+    means = [float(mean) for mean in strategy.experimental_local_results(means)]
+    assert means == [1 / strategy.num_replicas_in_sync] * strategy.num_replicas_in_sync
+
+
 def claim_a_part_inside_the_replica_can_be_jitted(strategy, folder):
     with strategy.scope():
         model = mixed_model()

@@ -43,7 +43,9 @@ def compile(  # noqa: A001
         place, are the same for all.
         A step in it weighs each replica by its rows, so that the result is that of one device. What
         replicas return comes back as one: floating scalars as their mean weighted by rows, whole
-        scalars as their sum, the rest end to end. Models are built in `strategy.scope()`.
+        scalars as their sum, the rest end to end. A `keras.losses` object gives the mean of a
+        replica's rows there; under a bare `strategy.run` Keras divides it by the replicas. Models
+        are built in `strategy.scope()`.
 
     Returns:
       A `CompiledStep`, called as `fn` is; without `fn`, a decorator that makes one.
@@ -123,6 +125,8 @@ class CompiledStep:
         self.trace_count = 0
         self._jit_compile = jit_compile
         self._strategy = None if _replicas.is_default(strategy) else strategy
+        if self._strategy is not None:
+            _distribution.keep_losses_whole()
         self._attribute = getattr(fn, "__name__", None)
         self._program: _Program | None = None
         self._returned: Any = None  # by `run`, whose next call may have no step to run

@@ -3,6 +3,8 @@
 What a replica does with its part is the step's business, how gradients are reduced `_reduction`'s.
 """
 
+import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,26 @@ from tfloop._gradients import GradientsParams
 from tfloop._messages import described
 
 _CALL = "compiled_step(batch)"
+
+
+def keep_losses_whole() -> None:
+    """Stops Keras' loss objects from dividing by the replicas in a step of ours.
+
+    Keras divides the mean of each replica by their number, because its optimizers add gradients up.
+    Ours take the mean, so a loop with such a loss would train at a fraction of its rate. Elsewhere
+    they go on to divide. Where a Keras to come has another way, nothing is changed, and a test says
+    so.
+    """
+    losses = importlib.import_module("keras.src.losses.loss")
+    divided = getattr(losses, "scale_loss_for_distribution", None)
+    if divided is None or hasattr(divided, "__wrapped__"):
+        return
+
+    @functools.wraps(divided)
+    def whole(value: Any) -> Any:
+        return divided(value) if _replicas.share() is None else value
+
+    setattr(losses, divided.__name__, whole)
 
 
 # Autograph must go through here to the user's function.
@@ -100,10 +122,19 @@ def _spread(strategy: tf.distribute.Strategy, batch: Any) -> tuple[Any, Any, tf.
         else:
             begin, size = place * least + min(place, more), least + (place < more)
         cut = tf.nest.map_structure(lambda leaf: leaf[begin : begin + size], batch)
+        if known is not None and size == 0:
+            cut = tf.nest.map_structure(_of_unknown_rows, cut)
         return cut, tf.constant(size) if known is not None else size
 
     parts, rows = strategy.experimental_distribute_values_from_function(part)
     return parts, rows, tf.convert_to_tensor(total), replicas
+
+
+def _of_unknown_rows(part: tf.Tensor) -> tf.Tensor:
+    """An empty part that doesn't show it in its shape: Keras' losses are no scalars on none."""
+    if tf.executing_eagerly():
+        return part
+    return tf.compat.v1.placeholder_with_default(part, [None, *part.shape[1:]])
 
 
 @_traces.not_converted

@@ -179,7 +179,10 @@ def _gains(concrete: Any) -> bool:
     """Is a call dear beside what it computes? Convolutions and large tensors say no."""
     if concrete.graph.deferred_external_captures:
         return False  # They are looked up anew at each call.
-    for operation in concrete.graph.get_operations():
+    operations = concrete.graph.get_operations()
+    if len({operation.device for operation in operations if operation.device}) > 1:
+        return False  # Only `tf.function` knows how to start what spans devices.
+    for operation in operations:
         if "Conv" in operation.type:
             return False
         for output in operation.outputs:

@@ -107,7 +107,7 @@ class Learner:
         self._rate = Rate(self.lr, optim, model)
         self._train = compile(self._train_batch, strategy=strategy)
         self._valid = compile(self._valid_batch, strategy=strategy)
-        self._update = compile(self._apply_window)
+        self._update = compile(self._apply_window, strategy=strategy)
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """Trains on one batch; with `accumulate=k`, every k-th call updates the model.
@@ -275,10 +275,7 @@ class Learner:
         return _rows(x), self._measure(loss, weight, y, outputs)
 
     def _apply_window(self, numbers: list[Any]) -> None:
-        def step(numbers: list[Any]) -> None:
-            self.optim.step(self._rate.rates(numbers), self.model, self._window)
-
-        step(numbers) if self._strategy is None else self._strategy.run(step, (numbers,))
+        self.optim.step(self._rate.rates(numbers), self.model, self._window)
 
     def _valid_batch(self, batch: Any) -> Any:
         x, y, sample_weight = parts(batch)
@@ -288,9 +285,6 @@ class Learner:
 
     def _loss(self, y: Any, outputs: Any, sample_weight: Any) -> tf.Tensor:
         loss = self.loss(y, outputs, sample_weight)
-        if self._strategy is not None:
-            # Keras divides by the number of replicas, for a sum over them. Ours is a mean.
-            loss = tf.reduce_sum(loss) * self._strategy.num_replicas_in_sync
         return total_loss(loss, self.model)
 
     def _weight(self, x: Any, sample_weight: Any) -> tf.Tensor:
