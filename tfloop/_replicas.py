@@ -150,6 +150,38 @@ def places(strategy: tf.distribute.Strategy) -> list[int]:
     return found
 
 
+def is_spread(strategy: tf.distribute.Strategy | None) -> bool:
+    """Does it work in several processes?"""
+    return strategy is not None and len(places(strategy)) < strategy.num_replicas_in_sync
+
+
+def gathered(strategy: tf.distribute.Strategy, number: int) -> list[int]:
+    """A number of each worker, on every worker, the first worker's first; all have to call it.
+
+    Also a meeting point: what workers did before, they have done on return.
+    """
+    ours = places(strategy)
+    rows = tf.one_hot(ours[:1], strategy.num_replicas_in_sync, dtype=tf.int64)[0] * number
+    shares = strategy.experimental_distribute_values_from_function(
+        lambda context: rows if context.replica_id_in_sync_group == ours[0] else tf.zeros_like(rows)
+    )
+    found = strategy.reduce(tf.distribute.ReduceOp.SUM, shares, axis=None)
+    return [int(each) for each in found.numpy()[:: len(ours)]]
+
+
+def read_together(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the variables that have a part on each worker, for which all have to call it."""
+    return {key: value.numpy() if _is_apart(value) else value for key, value in values.items()}
+
+
+def _is_apart(value: Any) -> bool:
+    return (
+        isinstance(value, tf.Variable)
+        and value.synchronization == tf.VariableSynchronization.ON_READ
+        and strategy_of([value]) is not None
+    )
+
+
 def check_context(call: str, variables: Mapping[str, Variable]) -> None:
     """Refuses the places where gradients of replicas can't be told from one another.
 
