@@ -165,6 +165,21 @@ def claim_a_distributed_data_set_equals_the_batches_on_every_worker(strategy, fo
     assert_equal_runs(*runs)
 
 
+def claim_many_steps_in_one_call_equal_as_many_calls(strategy, folder):
+    loader = tfloop.DataLoader(NUMBERS[:28], batch_size=8)  # three whole batches and a short one
+    one, _, step = dense_steps(strategy)
+    losses = [float(step(x)) for x in loader]
+    many, _, step = dense_steps(strategy)
+    batches = iter(loader)
+    stacked = [step.run(batches, steps=3).numpy(), step.run(batches, steps=3).numpy()]
+    runs = [
+        (found, dict(enumerate(net.get_weights())))
+        for found, net in ((losses, one), (np.concatenate(stacked), many))
+    ]
+    assert_equal_runs(*runs)
+    return digest({str(key): value for key, value in runs[1][1].items()})
+
+
 def claim_what_is_not_finite_on_one_worker_skips_all(strategy, folder):
     net, optim, step = dense_steps(strategy, skip_nonfinite=True)
     good, bad = NUMBERS[:4].copy(), NUMBERS[:4].copy()
