@@ -176,9 +176,15 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _gains(concrete: Any) -> bool:
-    """Is a call dear beside what it computes? Convolutions and large tensors say no."""
+    """Can it go the short way, and is a call dear beside what it computes?
+
+    Convolutions and large tensors say no.
+    """
     if concrete.graph.deferred_external_captures:
         return False  # They are looked up anew at each call.
+    devices = {held.device for held in concrete.captured_inputs if held.dtype == tf.resource}
+    if len(devices) > 1:
+        return False  # Called directly, TensorFlow can't place what works on several at once.
     for operation in concrete.graph.get_operations():
         if "Conv" in operation.type:
             return False
