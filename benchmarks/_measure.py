@@ -97,16 +97,17 @@ def accumulation_memory(task: Task) -> float:
 
     Read off the process, not the accumulator, so that nothing is left out.
     """
-    model, before = task.model(), _variables()
+    model, before = task.model(), live_variables()
     window = tfloop.GradientsAccumulator(reduction="mean")
     window.build(model)
     old = {id(variable) for variable in before}
-    made = [variable for variable in _variables() if id(variable) not in old]
+    made = [variable for variable in live_variables() if id(variable) not in old]
     held = sum(v.dtype.size * v.shape.num_elements() for v in made)
     return held / sum(4 * v.shape.num_elements() for v in model.trainable_variables)
 
 
-def _variables() -> list[tf.Variable]:
+def live_variables() -> list[tf.Variable]:
+    """All variables of this process."""
     return [thing for thing in gc.get_objects() if isinstance(thing, tf.Variable)]
 
 

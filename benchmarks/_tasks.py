@@ -7,6 +7,7 @@ same batches.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -89,15 +90,15 @@ class Task:
         optimizer.exclude_from_weight_decay(var_names=list(NO_DECAY))
         return optimizer
 
-    def tfloop_optimizer(self) -> tfloop.ModuleOptimizer:
+    def tfloop_optimizer(self, **options: Any) -> tfloop.ModuleOptimizer:
         """The same with tfloop: decay is a matter of groups."""
         if self.weight_decay is None:
-            return tfloop.ModuleOptimizer(keras.optimizers.Adam(RATE))
+            return tfloop.ModuleOptimizer(keras.optimizers.Adam(RATE), **options)
         decaying, sparing = (
             keras.optimizers.AdamW(RATE, weight_decay=decay) for decay in (self.weight_decay, 0.0)
         )
         words = tfloop.ParamGroup.from_name(*NO_DECAY)
-        return tfloop.ModuleOptimizer(decaying).with_group(words, sparing)
+        return tfloop.ModuleOptimizer(decaying, **options).with_group(words, sparing)
 
 
 def _cnn() -> keras.Model:

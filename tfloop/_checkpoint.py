@@ -8,15 +8,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfloop import _store
+from tfloop import _replicas, _store, _traces
 from tfloop._accumulate import GradientsAccumulator
 from tfloop._arguments import whole_number
 from tfloop._messages import listed
 from tfloop._optimizer import ModuleOptimizer
 from tfloop._parts import Pairs, check_kind, is_root, part_of, take_over
-from tfloop._paths import address_book, root_key, unwrap
+from tfloop._paths import address_book, is_variable, root_key, unwrap
 
 _SAVE = "Checkpoint.save(step)"
 _RESTORE = "Checkpoint.restore()"
@@ -38,6 +39,10 @@ class Checkpoint:
 
     Variables are written from where they are; a restore holds one copy of the values, in host
     memory.
+
+    Over several workers every one of them calls `save` and `restore`, at the same steps: the first
+    writes, and what each has a part of is put together by all. `directory` is one folder that all
+    of them see.
 
     Args:
       directory: Made if it isn't there. One run's own: names of its files begin with `tfloop-`.
@@ -93,7 +98,8 @@ class Checkpoint:
             micro-batches; a number, or a scalar tensor or variable.
 
         Returns:
-          Its path, without suffix. Names are counted on, whatever `step` is.
+          Its path, without suffix. Names are counted on, whatever `step` is. Over several workers
+          it is there for all of them on return.
         Mutates: the directory.
         Graph mode: call it outside.
 
@@ -103,6 +109,7 @@ class Checkpoint:
             objects, or none, can be its root.
           RuntimeError: It is called in a trace.
           OSError, tf.errors.OpError: The directory can't be written; older checkpoints are intact.
+            On the other workers a FileNotFoundError.
         """
         _refuse_graph(_SAVE)
         step = step.numpy() if hasattr(step, "numpy") else step
@@ -115,9 +122,11 @@ class Checkpoint:
             part = part_of(thing, _SAVE)
             entries[name] = {"kind": part.kind, "roots": self._roots_of(thing), **part.said}
             values[name] = part.values
-        path = _store.write(self._directory, {"step": step, "objects": entries}, values)
-        _store.keep(self._directory, self._max_to_keep)
-        return path
+        manifest = {"step": step, "objects": entries}
+        strategy = self._strategy(_SAVE)
+        if _replicas.is_spread(strategy):
+            return self._write_once(strategy, manifest, values)
+        return self._write(manifest, values)
 
     def restore(self, path: str | os.PathLike | None = None, *, strict: bool = True) -> int | None:
         """Takes over a checkpoint, wholly or not at all.
@@ -143,6 +152,9 @@ class Checkpoint:
         """
         _refuse_graph(_RESTORE)
         path = self.latest if path is None else os.fspath(path)
+        strategy = self._strategy(_RESTORE)
+        if _replicas.is_spread(strategy):
+            self._check_alike(strategy, path)
         if path is None:
             return None
         manifest, values = _store.read(path)
@@ -150,7 +162,8 @@ class Checkpoint:
         self._check_names(entries, strict)
         pairs: Pairs = []
         # Those that may have to be built come last, when all else is known to fit.
-        for name in sorted(entries.keys() & self._objects.keys(), key=self._has_root):
+        # In one order in all processes: workers make variables together.
+        for name in sorted(filter(entries.__contains__, self._objects), key=self._has_root):
             thing, entry, saved = self._objects[name], entries[name], values[name]
             # An empty window belongs to any root.
             if self._has_root(name) and thing.root is None and any("/" in key for key in saved):
@@ -173,6 +186,53 @@ class Checkpoint:
     def __repr__(self) -> str:
         """What it saves and where."""
         return f"Checkpoint({self._directory!r}: {', '.join(self._objects)})"
+
+    def _write(self, manifest: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+        path = _store.write(self._directory, manifest, values)
+        _store.keep(self._directory, self._max_to_keep)
+        return path
+
+    def _write_once(self, strategy: Any, manifest: Mapping[str, Any], values: Any) -> str:
+        """The first worker writes; the others help it to read, and wait for it."""
+        values = {name: _replicas.read_together(part) for name, part in values.items()}
+        path = None
+        try:
+            if 0 in _replicas.places(strategy):
+                # In a strategy's scope the first one alone would make variables.
+                path = _traces.eagerly(lambda: self._write(manifest, values))
+        finally:  # where it raises, the others must not wait for ever
+            written, *_ = _replicas.gathered(strategy, _number(path))
+        latest = self.latest
+        if latest is None or not written or _number(latest) != written:
+            raise FileNotFoundError(
+                f"`{_SAVE}` got no checkpoint from the first worker: got {latest!r} here, "
+                f"expected number {written}. It failed there, or {self._directory!r} is another "
+                "folder here. Give all workers one that they share: `Checkpoint('/shared/run')`."
+            )
+        return latest
+
+    def _check_alike(self, strategy: Any, path: str | None) -> None:
+        """Workers that restored different checkpoints would train on without a word."""
+        numbers = _replicas.gathered(strategy, _number(path))
+        if len(set(numbers)) > 1:
+            raise FileNotFoundError(
+                f"`{_RESTORE}` found other checkpoints on other workers: got the numbers "
+                f"{listed(numbers)}, expected one (0 is none). {self._directory!r} isn't the same "
+                "folder on all. Give them one that they share: `Checkpoint('/shared/run')`."
+            )
+
+    def _strategy(self, call: str) -> tf.distribute.Strategy | None:
+        """That of the objects, if they were made in one."""
+        found: list[Any] = []
+        for name, thing in self._objects.items():
+            root = thing.root if self._has_root(name) else thing
+            if root is not None and is_root(root):
+                found += address_book(root, call).variables.values()
+            elif isinstance(root, keras.metrics.Metric):
+                found += root.variables
+            elif is_variable(root):
+                found.append(root)
+        return _replicas.strategy_of(found)
 
     def _check_names(self, entries: Mapping[str, Any], strict: bool) -> None:
         missing = [name for name in self._objects if name not in entries]
@@ -215,6 +275,11 @@ class Checkpoint:
                 f"it is. Build it first: `{name}.build(model)`."
             )
         self._objects[name].build(self._objects[roots[0]])
+
+
+def _number(path: str | None) -> int:
+    """What a checkpoint is told by among those of its directory; 0 for none."""
+    return 0 if path is None else _store.number_of(path)
 
 
 def _refuse_graph(call: str) -> None:

@@ -92,8 +92,8 @@ def _spread(strategy: tf.distribute.Strategy, batch: Any) -> tuple[Any, Any, tf.
         local = strategy.experimental_local_results(leaves[0])
         counts = iter([tf.shape(part)[0] for part in local])
         rows = strategy.experimental_distribute_values_from_function(lambda _: next(counts))
-        total = tf.add_n(strategy.experimental_local_results(rows))
-        return batch, rows, total, len(local)
+        (total,) = _over_workers(strategy, [tf.add_n(strategy.experimental_local_results(rows))])
+        return batch, rows, total, strategy.num_replicas_in_sync
     for leaf in leaves:
         if not isinstance(leaf, tf.Tensor):
             raise TypeError(

@@ -176,11 +176,15 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _gains(concrete: Any) -> bool:
-    """Is a call dear beside what it computes? Convolutions and large tensors say no."""
+    """Can it go the short way, and is a call dear beside what it computes?
+
+    Convolutions and large tensors say no.
+    """
     if concrete.graph.deferred_external_captures:
         return False  # They are looked up anew at each call.
     operations = concrete.graph.get_operations()
-    if len({operation.device for operation in operations if operation.device}) > 1:
+    devices = {held.device for held in concrete.captured_inputs if held.dtype == tf.resource}
+    if len(devices) > 1 or len({op.device for op in operations if op.device}) > 1:
         return False  # Only `tf.function` knows how to start what spans devices.
     for operation in operations:
         if "Conv" in operation.type:

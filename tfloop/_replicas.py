@@ -83,28 +83,45 @@ def strategy_of(variables: Iterable[Variable]) -> tf.distribute.Strategy | None:
 
 
 def scope_of(variables: Iterable[Variable]) -> AbstractContextManager:
-    """The scope in which state for these variables is made.
+    """Where state for these variables is made: in their strategy, or on the device they share.
 
-    State made elsewhere would drift apart between replicas without a word.
+    State made elsewhere would drift apart between replicas without a word, or be copied between
+    devices with each update, which XLA refuses.
     """
-    strategy = strategy_of(variables)
-    return contextlib.nullcontext() if strategy is None else strategy.scope()
+    variables = list(variables)
+    strategy, device = strategy_of(variables), _device_of(variables)
+    if strategy is not None:
+        return strategy.scope()
+    return contextlib.nullcontext() if device is None else tf.device(device)
 
 
 def at_home(variable: tf.Variable, variables: Iterable[Variable], kind: dict) -> tf.Variable:
-    """A counter in the strategy of these variables: itself where it is at home, else a new one.
+    """A counter where these variables are: itself where it is at home, else a new one.
 
     Args:
       variable: A plain variable, made before the model was known, or one that was moved.
       variables: Where home is.
       kind: `ALIKE`, `SUMMED` or `OF_THE_FIRST`.
     """
-    home = strategy_of(variables)
-    if home is None or strategy_of([variable]) is home:
+    variables = list(variables)
+    home, ours = strategy_of(variables), strategy_of([variable])
+    if home is None and ours is None:
+        stays = _device_of(variables) in (None, variable.device)
+    else:
+        stays = home in (None, ours)
+    if stays:
         return variable
-    with home.scope():
+    with scope_of(variables):
         name = variable.name.partition(":")[0]
         return tf.Variable(variable.numpy(), dtype=variable.dtype, name=name, **kind)
+
+
+def _device_of(variables: Iterable[Variable]) -> str | None:
+    """The one device that plain variables are on."""
+    if strategy_of(variables) is not None:
+        return None
+    devices = {tf_variable(variable).device for variable in variables}
+    return devices.pop() if len(devices) == 1 else None
 
 
 # The seed states that `spread_seeds` has told apart; by identity, as variables can't be hashed.
@@ -148,6 +165,38 @@ def places(strategy: tf.distribute.Strategy) -> list[int]:
 
     strategy.experimental_distribute_values_from_function(note)
     return found
+
+
+def is_spread(strategy: tf.distribute.Strategy | None) -> bool:
+    """Does it work in several processes?"""
+    return strategy is not None and len(places(strategy)) < strategy.num_replicas_in_sync
+
+
+def gathered(strategy: tf.distribute.Strategy, number: int) -> list[int]:
+    """A number of each worker, on every worker, the first worker's first; all have to call it.
+
+    Also a meeting point: what workers did before, they have done on return.
+    """
+    ours = places(strategy)
+    rows = tf.one_hot(ours[:1], strategy.num_replicas_in_sync, dtype=tf.int64)[0] * number
+    shares = strategy.experimental_distribute_values_from_function(
+        lambda context: rows if context.replica_id_in_sync_group == ours[0] else tf.zeros_like(rows)
+    )
+    found = strategy.reduce(tf.distribute.ReduceOp.SUM, shares, axis=None)
+    return [int(each) for each in found.numpy()[:: len(ours)]]
+
+
+def read_together(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the variables that have a part on each worker, for which all have to call it."""
+    return {key: value.numpy() if _is_apart(value) else value for key, value in values.items()}
+
+
+def _is_apart(value: Any) -> bool:
+    return (
+        isinstance(value, tf.Variable)
+        and value.synchronization == tf.VariableSynchronization.ON_READ
+        and strategy_of([value]) is not None
+    )
 
 
 def check_context(call: str, variables: Mapping[str, Variable]) -> None:

@@ -34,6 +34,12 @@ def written(directory: str) -> list[str]:
     return [os.path.join(directory, f"tfloop-{number}") for number in numbers]
 
 
+def number_of(path: str) -> int:
+    """What a checkpoint is told by among those of its directory; -1 for another file's path."""
+    match = _NAME.fullmatch(f"{os.path.basename(path)}.index")
+    return int(match[1]) if match else -1
+
+
 def write(
     directory: str, manifest: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
 ) -> str:
