@@ -33,7 +33,7 @@ def curves(
         left.plot(ends, [loss for loss, _, _ in values], marker="o", label=f"{split}, epoch")
         right.plot(epochs, [accuracy for _, accuracy, _ in values], marker="o", label=split)
     left.set(title="Loss", xlabel="Iteration", yscale="log")
-    left.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    left.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
     left.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     left.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
     right.set(title="Accuracy", xlabel="Epoch", ylabel="%")

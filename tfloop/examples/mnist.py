@@ -151,12 +151,8 @@ def train(
             optim.step(lr, model, grads)
         else:
             window.accumulate(model, grads, weight=samples)
-        return (
-            loss,
-            percent_correct(logits, batch.targets),
-            samples,
-            scalars | {"learning_rate": lr},
-        )
+        accuracy = percent_correct(logits, batch.targets)
+        return loss, accuracy, samples, scalars | {"learning_rate": lr}
 
     @compiled
     def update(lr: float) -> None:
