@@ -288,6 +288,26 @@ class TestReport:
             for iteration in (0, 2, 4)
         ]
 
+    def test_ctrl_c_waits_for_the_end_of_the_iteration_once(self):
+        def interrupted():
+            with self.report() as report:
+                signal.raise_signal(signal.SIGINT)
+                waited.append(True)
+                report.iteration("Train", 1, 0, 1.0, 50.0, 3)
+
+        def interrupted_twice():
+            with self.report():
+                signal.raise_signal(signal.SIGINT)
+                waited.append(True)
+                signal.raise_signal(signal.SIGINT)
+
+        waited = []
+        for run in (interrupted, interrupted_twice):
+            with pytest.raises(KeyboardInterrupt):
+                run()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert waited == [True, True]
+
     def test_an_interrupted_epoch_is_written(self, tmp_path, capsys):
         def interrupted():
             with self.report(tmp_path) as report:

@@ -2,7 +2,9 @@
 
 import math
 import pathlib
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -28,8 +30,10 @@ class Report:
     """Takes what every iteration of the splits has to tell: loss, accuracy, more scalars.
 
     A tensor is read back only where its line is printed, and at the end of the epoch, so that
-    the loop never waits for it. With a `workdir`, `config.json` is written at once, TensorBoard
-    scalars at the end of each epoch, and the pictures at the end of the run, early or not.
+    the loop never waits for it. Ctrl-C ends the run after the iteration, a second one at once.
+
+    With a `workdir`, `config.json` is written at once, TensorBoard scalars at the end of each
+    epoch, and the pictures at the end of the run, early or not.
 
     Attributes:
       history: Split -> its iterations.
@@ -69,6 +73,7 @@ class Report:
             disable=not sys.stdout.isatty(),
         )
         self._clock = time.perf_counter()
+        self._is_interrupted = False
 
     def iteration(
         self,
@@ -103,6 +108,8 @@ class Report:
             self._step = (epoch - 1) * self._lengths[split] + iterations.stop
         noted = {"loss": loss, "accuracy": accuracy, "samples": samples, **(scalars or {})}
         self._epoch[split].append(noted)
+        if self._is_interrupted:
+            raise KeyboardInterrupt
         lines = [number for number in iterations if number % self._log_every == 0]
         if not lines:
             return
@@ -164,9 +171,17 @@ class Report:
         return average
 
     def __enter__(self) -> Self:
-        """Starts the progress bar, on a terminal alone."""
+        """Starts the progress bar, on a terminal alone, and watches for Ctrl-C."""
         self._bar.start()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            # TensorFlow may abort where a KeyboardInterrupt hits it while it draws a batch.
+            signal.signal(signal.SIGINT, self._interrupt)
         return self
+
+    def _interrupt(self, *_: Any) -> None:
+        self._is_interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(
         self,
@@ -176,6 +191,8 @@ class Report:
     ) -> None:
         """Writes what there is, also when the run was interrupted."""
         self._bar.stop()
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         for split in self._epoch:
             self._close(split)
         if kind is KeyboardInterrupt or not self.history["Train"]:
