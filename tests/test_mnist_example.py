@@ -24,7 +24,7 @@ from absl.testing import flagsaver
 from native import again_after_native_abort, check_not_aborted
 
 import tfloop
-from tfloop.examples import _command, _images, mnist
+from tfloop.examples import _command, _images, _plots, mnist
 from tfloop.examples._report import Report
 
 MNIST_DIR = os.environ.get("TFLOOP_TEST_DATA_DIR")
@@ -65,7 +65,7 @@ def command(capsys):
 
 
 def by_hand(config, images, labels, iterations):
-    """The losses of a loop without tfloop: NumPy batches, a GradientTape and Keras' Adam."""
+    """The losses and gradient norms of a loop without tfloop: a GradientTape and Keras' Adam."""
     keras.utils.set_random_seed(config.seed)
     model = config.model.init()
     adam = keras.optimizers.Adam(config.lr)
@@ -77,8 +77,9 @@ def by_hand(config, images, labels, iterations):
             loss = tf.reduce_mean(
                 tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
             )
-        adam.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
-        return loss
+        grads = tape.gradient(loss, model.trainable_weights)
+        adam.apply(grads, model.trainable_weights)
+        return loss, tf.linalg.global_norm(grads)
 
     def batches():
         for epoch in itertools.count():
@@ -87,11 +88,11 @@ def by_hand(config, images, labels, iterations):
             for start in range(0, len(order), config.batch_size):
                 yield order[start : start + config.batch_size]
 
-    losses = []
+    seen = []
     for rows in itertools.islice(batches(), iterations):
         batch = (images[rows].astype(np.float32) / 255 - 0.1307) / 0.3081
-        losses.append(float(step(tf.constant(batch), tf.constant(labels[rows]))))
-    return losses
+        seen.append([float(x) for x in step(tf.constant(batch), tf.constant(labels[rows]))])
+    return tuple(zip(*seen, strict=True))
 
 
 class TestModel:
@@ -187,17 +188,30 @@ class TestData:
 
 
 class TestNumbers:
-    def test_the_losses_on_the_digits_are_those_of_a_loop_by_hand(self, digits):
-        config = mnist.TrainingConfig(num_epochs=3, lr=1e-3)
+    def test_losses_and_gradients_on_the_digits_are_those_of_a_loop_by_hand(self, digits, tmp_path):
+        config = mnist.TrainingConfig(num_epochs=3, lr=1e-3, workdir=str(tmp_path))
         report = mnist.train(config, digits[0], digits[1])
+        losses, norms = by_hand(config, *digits[0], 50)
         mine = [iteration.loss for iteration in report.history["Train"][:50]]
-        assert mine == pytest.approx(by_hand(config, *digits[0], 50), rel=1e-5)
+        assert mine == pytest.approx(losses, rel=1e-5)
+        found = scalars(tmp_path / "train")["gradient_norm/all"]
+        assert [step for step, _ in found] == list(range(1, 70))
+        assert [norm for _, norm in found[:50]] == pytest.approx(norms, rel=1e-4)
 
     @on_mnist
     def test_the_losses_on_mnist_are_those_of_a_loop_by_hand(self, mnist_run):
         (train, _), config, report = mnist_run
         mine = [iteration.loss for iteration in report.history["Train"][:50]]
-        assert mine == pytest.approx(by_hand(config, *train, 50), rel=1e-5)
+        assert mine == pytest.approx(by_hand(config, *train, 50)[0], rel=1e-5)
+
+    def test_the_confusion_matrix_is_that_of_the_last_epoch(self, digits, tmp_path):
+        report = mnist.train(mnist.TrainingConfig(num_epochs=2, lr=1e-3), *digits)
+        epoch, counts = report.confusion
+        assert epoch == 2
+        assert counts.sum(axis=1).tolist() == np.bincount(digits[1].labels).tolist()
+        correct = 100 * np.trace(counts) / 359
+        assert correct == pytest.approx(report.averages["Valid"][1].accuracy, rel=1e-5)
+        assert correct != pytest.approx(report.averages["Valid"][0].accuracy, rel=1e-5)
 
     @on_mnist
     def test_one_epoch_of_mnist_gives_97_percent(self, mnist_run):
@@ -215,6 +229,22 @@ class TestNumbers:
         small = [_images.Images(*(array[:200] for array in split)) for split in digits]
         first, second = (mnist.train(config, *small).history for _ in range(2))
         assert first == second
+
+    # 23 batches, the last of them short, and 5, none of them short; 1 batch for less than a call.
+    @pytest.mark.parametrize(("samples", "steps"), [(1438, 10), (320, 5), (64, 4)])
+    def test_several_steps_a_call_give_the_same_run(self, digits, capsys, samples, steps):
+        config = mnist.TrainingConfig(num_epochs=2, log_every=3, model={"hidden_size": 32})
+        small = [_images.Images(*(array[:samples] for array in split)) for split in digits]
+        reports, lines = [], []
+        for count in (1, steps):
+            reports.append(mnist.train(config.replace(steps_per_execution=count), *small))
+            out = capsys.readouterr().out
+            lines.append([line.rpartition(" | ")[0] for line in out.splitlines()])
+        one, several = reports
+        assert lines[0] == lines[1]
+        for split in ("Train", "Valid"):
+            for mine, theirs in ((one.history, several.history), (one.averages, several.averages)):
+                np.testing.assert_allclose(mine[split], theirs[split], rtol=1e-6)
 
     def test_jit_gives_the_same_losses(self, digits):
         config = mnist.TrainingConfig(
@@ -258,6 +288,26 @@ class TestReport:
             for iteration in (0, 2, 4)
         ]
 
+    def test_ctrl_c_waits_for_the_end_of_the_iteration_once(self):
+        def interrupted():
+            with self.report() as report:
+                signal.raise_signal(signal.SIGINT)
+                waited.append(True)
+                report.iteration("Train", 1, 0, 1.0, 50.0, 3)
+
+        def interrupted_twice():
+            with self.report():
+                signal.raise_signal(signal.SIGINT)
+                waited.append(True)
+                signal.raise_signal(signal.SIGINT)
+
+        waited = []
+        for run in (interrupted, interrupted_twice):
+            with pytest.raises(KeyboardInterrupt):
+                run()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert waited == [True, True]
+
     def test_an_interrupted_epoch_is_written(self, tmp_path, capsys):
         def interrupted():
             with self.report(tmp_path) as report:
@@ -272,12 +322,75 @@ class TestReport:
         ]
         assert scalars(tmp_path / "train") == {"loss": [(1, 1.0)], "accuracy": [(1, 50.0)]}
 
+    def test_several_iterations_are_noted_as_if_one_by_one(self, capsys, tmp_path):
+        losses, accuracies = tf.constant([0.5, 0.25, 0.75]), tf.constant([10.0, 20.0, 30.0])
+        with self.report(tmp_path) as report:
+            several = {"rate": tf.constant([1.0, 2.0, 3.0]), "fixed": 7.0}
+            report.iteration("Train", 2, 0, losses, accuracies, tf.constant([4, 4, 2]), several)
+            report.epoch(2)
+        assert capsys.readouterr().out.splitlines()[:2] == [
+            "[Train - Epoch 2 - Iteration 0] Loss 0.500 | Accuracy 10.000 %",
+            "[Train - Epoch 2 - Iteration 2] Loss 0.750 | Accuracy 30.000 %",
+        ]
+        assert report.history["Train"] == [(0.5, 10.0, 4), (0.25, 20.0, 4), (0.75, 30.0, 2)]
+        found = scalars(tmp_path / "train")
+        assert found["rate"] == [(4, 1.0), (5, 2.0), (6, 3.0)]
+        assert found["fixed"] == [(4, 7.0), (5, 7.0), (6, 7.0)]
+        assert found["accuracy"] == [(6, 18.0)]
+
+    def test_an_epoch_without_end_has_no_confusion_matrix(self):
+        with self.report() as report:
+            report.confuse(np.array([[[2, 1], [0, 3]]]))
+            report.confuse(np.array([[[1, 0], [0, 0]], [[0, 0], [4, 0]]]))
+            report.epoch(7)
+            report.confuse(np.array([[[9, 9], [9, 9]]]))
+        epoch, counts = report.confusion
+        assert (epoch, counts.tolist()) == (7, [[3, 1], [4, 3]])
+
+
+class TestPlots:
+    def test_the_curves_have_every_iteration_and_the_epochs_at_their_ends(self):
+        averages = {"Train": [(2.0, 50.0, 3), (0.5, 75.0, 3)], "Valid": [(1.0, 60.0, 1)]}
+        figure = _plots.curves([3.0, 1.0, 0.6, 0.4], averages, per_epoch=2, first_epoch=3)
+        loss, accuracy = (
+            {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+            for axes in figure.axes
+        )
+        assert loss == {
+            "Train, iteration": [[5, 3.0], [6, 1.0], [7, 0.6], [8, 0.4]],
+            "Train, epoch": [[6, 2.0], [8, 0.5]],
+            "Valid, epoch": [[6, 1.0]],
+        }
+        assert accuracy == {"Train": [[3, 50.0], [4, 75.0]], "Valid": [[3, 60.0]]}
+
+    def test_the_ticks_of_epochs_are_whole(self):
+        for epochs in (1, 3, 40):
+            averages = {"Train": [(1.0, 50.0, 1)] * epochs}
+            figure = _plots.curves([1.0] * epochs, averages, per_epoch=1, first_epoch=1)
+            figure.canvas.draw()
+            ticks = figure.axes[1].get_xticks()
+            assert all(tick == int(tick) for tick in ticks)
+            assert any(1 <= tick <= epochs for tick in ticks)
+
+    def test_the_confusion_matrix_has_its_counts_and_the_classes_that_occur(self):
+        counts = np.zeros((50, 50), int)
+        counts[3, 3], counts[3, 20], counts[7, 7] = 1200, 2, 30
+        (axes,) = _plots.confusion(counts, epoch=4).axes
+        assert axes.get_title() == "Validation after epoch 4: 1,230 of 1,232 right"
+        assert {text.get_position(): text.get_text() for text in axes.texts} == {
+            (0, 0): "1200",
+            (2, 0): "2",
+            (1, 1): "30",
+        }
+        for axis in (axes.xaxis, axes.yaxis):
+            assert [label.get_text() for label in axis.get_ticklabels()] == ["3", "7", "20"]
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("Predicted class", "True class")
+
 
 def scalars(folder):
     """What TensorBoard would read: tag -> [(step, value)]."""
-    (file,) = folder.iterdir()
     found = {}
-    for record in tf.data.TFRecordDataset(str(file)):
+    for record in tf.data.TFRecordDataset(sorted(str(file) for file in folder.iterdir())):
         event = tf.compat.v1.Event.FromString(record.numpy())
         for value in event.summary.value:
             assert value.metadata.plugin_data.plugin_name == "scalars"
@@ -294,20 +407,35 @@ class TestFiles:
         assert (code, err) == (0, "")
         config = mnist.TrainingConfig.load(folder / "config.json")
         assert (config.lr, config.num_epochs, config.model.hidden_size) == (1e-3, 2, 32)
-        plot = (folder / "curves.png").read_bytes()
-        assert plot.startswith(b"\x89PNG")
+        for picture in ("curves.png", "confusion.png"):
+            assert (folder / picture).read_bytes().startswith(b"\x89PNG")
         valid = scalars(folder / "valid")
         assert [step for step, _ in valid["loss"]] == [23, 46]
         shown = re.findall(r"Valid loss (\S+), accuracy (\S+) %", out)
         assert [f"{value:.3f}" for _, value in valid["loss"]] == [loss for loss, _ in shown]
         assert [f"{v:.2f}" for _, v in valid["accuracy"]] == [accuracy for _, accuracy in shown]
-        assert out.splitlines()[-1] == f"Wrote config.json, scalars and curves.png to {folder}."
+        assert out.splitlines()[-1] == (
+            f"Wrote config.json, scalars, curves.png and confusion.png to {folder}."
+        )
+        rates = scalars(folder / "train")["learning_rate"]
+        assert rates == [(step, pytest.approx(1e-3)) for step in range(1, 47)]
 
         # The saved settings are a run of their own, and a flag still goes first.
         again = command(f"--config={folder / 'config.json'}", f"--workdir={tmp_path / 'again'}")
         assert [line for line in again[1].splitlines() if "Iteration" in line] == [
             line for line in out.splitlines() if "Iteration" in line
         ]
+
+    def test_a_resumed_run_goes_on_with_its_curves(self, command, tmp_path):
+        arguments = ["--dataset=digits", "--model.hidden_size=8", f"--workdir={tmp_path}"]
+        assert command(*arguments, "--num_epochs=1")[0] == 0
+        # 23 steps in one call, so that none is left when the epoch is over.
+        arguments.append("--steps_per_execution=23")
+        assert command(*arguments, "--num_epochs=2", "--resume")[0] == 0
+        assert command(*arguments, "--num_epochs=3", "--resume")[0] == 0
+        assert [step for step, _ in scalars(tmp_path / "valid")["loss"]] == [23, 46, 69]
+        steps = [step for step, _ in scalars(tmp_path / "train")["gradient_norm/all"]]
+        assert steps == list(range(1, 70))
 
     def test_without_a_work_folder_nothing_is_written(self, command, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -361,6 +489,11 @@ class TestBadInput:
             (["--seed=-1"], "`seed` got -1"),
             (["--seed=4294967296"], "`seed` got 4294967296, expected less than 4294967296"),
             (["--log_every=0"], "`log_every` got 0"),
+            (["--steps_per_execution=0"], "`steps_per_execution` got 0"),
+            (
+                ["--steps_per_execution=4", "--accumulate=2"],
+                "`steps_per_execution` got 4, expected 1 beside accumulate > 1",
+            ),
             (["--dataset=cifar"], "value should be one of <auto|mnist|digits>"),
             (["--jit_compile=maybe"], "--jit_compile=maybe"),
             (["--strategy=gpu:9"], "finds too few GPUs: got 0, expected at least 9"),
@@ -453,6 +586,7 @@ def start(*arguments, **options):
 
 class TestProcess:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    quiet = {"stdout": subprocess.DEVNULL}
 
     @again_after_native_abort
     def test_it_trains_on_two_replicas(self, tmp_path):
@@ -463,6 +597,27 @@ class TestProcess:
         assert process.returncode == 0, err
         valid = [line for line in out.splitlines() if line.startswith("[Epoch 2]")]
         assert float(re.search(r"Valid .*accuracy ([\d.]+) %", valid[0]).group(1)) > 90
+
+    @again_after_native_abort
+    def test_two_replicas_have_the_curves_of_one_device(self, tmp_path):
+        found = []
+        for strategy, steps in (("cpu", 1), ("cpu:2", 4)):
+            arguments = ["--lr=1e-3", "--num_epochs=1", "--model.dropout=0", "--batch_size=99"]
+            workdir = tmp_path / strategy
+            arguments += [f"--workdir={workdir}", f"--strategy={strategy}"]
+            process = start(*arguments, f"--steps_per_execution={steps}", **self.quiet)
+            check_not_aborted(process.wait(timeout=240))
+            assert process.returncode == 0
+            found.append(scalars(workdir / "train") | {"valid": scalars(workdir / "valid")})
+            assert (workdir / "confusion.png").exists()
+        one, two = found
+        assert [step for step, _ in one["gradient_norm/all"]] == list(range(1, 16))
+        flat = [
+            [value for tag in sorted(run.keys() - {"valid"}) for _, value in run[tag]]
+            + [value for tag in ("accuracy", "loss") for _, value in run["valid"][tag]]
+            for run in found
+        ]
+        assert flat[1] == pytest.approx(flat[0], rel=1e-3)
 
     @again_after_native_abort
     def test_it_runs_as_a_program_and_its_first_line_comes_soon(self, tmp_path):
@@ -516,5 +671,6 @@ class TestProcess:
         assert process.returncode == 130, text
         assert "Traceback" not in text
         assert re.search(r"Interrupted after \d+ iterations.", text)
-        assert re.search(r"Train 1 .*━.*%", text)
+        plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+        assert re.search(r"Train 1 [━╸╺]+ +\d+% \S+ loss \d\.\d{3} +\d+\.\d %", plain)
         assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # The cursor is back.

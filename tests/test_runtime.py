@@ -62,3 +62,8 @@ def test_deterministic_turns_on_deterministic_kernels():
         "assert config.is_op_determinism_enabled()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120)
+
+
+def test_after_the_import_the_cpu_can_still_be_parted():
+    program = "import tfloop; assert tfloop.strategy('cpu:2').num_replicas_in_sync == 2"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import keras
 import tensorflow as tf
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 import tfloop
 from tfloop.examples import _command, _images
@@ -59,6 +59,7 @@ class TrainingConfig(tfloop.Config):
     seed: int = Field(42, ge=0, lt=2**32, description="Of weights, dropout and order.")
     lr: float = Field(1e-4, ge=0, description="Learning rate.")
     accumulate: int = Field(1, gt=0, description="Batches behind each update.")
+    steps_per_execution: int = Field(1, gt=0, description="Training steps per call of the graph.")
     jit_compile: bool = Field(False, description="Compile the steps with XLA.")
     strategy: str = Field("auto", description="Devices: auto, cpu, cpu:2, gpu, tpu, multi_worker.")
     dataset: Literal["auto", "mnist", "digits"] = Field(
@@ -66,12 +67,21 @@ class TrainingConfig(tfloop.Config):
     )
     data_dir: str | None = Field(None, description="Where TFDS keeps its data sets.")
     workdir: str | None = Field(
-        None, description="Folder for settings, checkpoints, scalars and the plot."
+        None,
+        description="Folder for config.json, checkpoints, TensorBoard scalars, curves.png (losses, "
+        "accuracies) and confusion.png (which digits are taken for which).",
     )
     resume: bool = Field(False, description="Go on from the last checkpoint in --workdir.")
     log_every: int = Field(10, gt=0, description="Iterations between two lines.")
     model: ModelConfig = ModelConfig()
     optimizer: tfloop.AdamConfig = tfloop.AdamConfig()
+
+    @field_validator("steps_per_execution")
+    @classmethod
+    def _has_no_window(cls, steps: int, settings: ValidationInfo) -> int:
+        if steps > 1 and settings.data.get("accumulate", 1) > 1:
+            raise ValueError("expected 1 beside accumulate > 1, whose updates are calls between")
+        return steps
 
 
 class Batch(NamedTuple):
@@ -111,6 +121,7 @@ def train(
         net = config.model.init()
     model = tfloop.train(net)  # A view: `model(x)` runs in training mode.
     optim = config.optimizer.init()
+    groups = {"gradient_norm/all": tfloop.ParamGroup.all()}  # Of `optim`, by their curves.
     window = tfloop.GradientsAccumulator(reduction="mean")
 
     def loader(images: _images.Images) -> tfloop.DataLoader:
@@ -127,26 +138,34 @@ def train(
     compiled = tfloop.compile(jit_compile=config.jit_compile, strategy=strategy)
 
     @compiled
-    def train_step(batch: Batch, lr: float) -> tuple[tf.Tensor, tf.Tensor]:
+    def train_step(batch: Batch, lr: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, dict]:
         with tfloop.Tape() as tape:
             logits = model(batch.images)
             loss = cross_entropy(logits, batch.targets)
         # One gradient for every variable on the tape, then this model's by their paths.
         grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
+        mean = grads.reduce()  # Over the replicas, as `step` does; on one device a copy.
+        scalars = {curve: mean.global_norm(group, model) for curve, group in groups.items()}
+        samples = tf.shape(batch.targets)[0]
         if config.accumulate == 1:
             optim.step(lr, model, grads)
         else:
-            window.accumulate(model, grads, weight=tf.shape(batch.targets)[0])
-        return loss, percent_correct(logits, batch.targets)
+            window.accumulate(model, grads, weight=samples)
+        accuracy = percent_correct(logits, batch.targets)
+        return loss, accuracy, samples, scalars | {"learning_rate": lr}
 
     @compiled
     def update(lr: float) -> None:
         optim.step(lr, model, window)  # The mean over the samples of all its batches.
 
     @compiled
-    def valid_step(batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
+    def valid_step(batch: Batch) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         logits = model.valid()(batch.images)  # No dropout, and nothing recorded.
-        return cross_entropy(logits, batch.targets), percent_correct(logits, batch.targets)
+        loss = cross_entropy(logits, batch.targets)
+        predicted = tf.argmax(logits, axis=-1)
+        confusion = tf.math.confusion_matrix(batch.targets, predicted, config.model.num_classes)
+        # The new axis: several replicas' matrices come back end to end.
+        return loss, percent_correct(logits, batch.targets), confusion[tf.newaxis]
 
     checkpoint, done = None, 0
     if config.workdir is not None:
@@ -159,15 +178,23 @@ def train(
     lengths = {"Train": len(train_loader), "Valid": len(test_loader)}
     with Report(config, lengths, workdir=config.workdir, log_every=config.log_every) as report:
         for epoch in range(done + 1, config.num_epochs + 1):
-            for iteration, batch in enumerate(train_loader):
-                loss, accuracy = train_step(batch, config.lr)
-                report.iteration("Train", epoch, iteration, loss, accuracy, len(batch.targets))
-                full = (iteration + 1) % config.accumulate == 0
-                if config.accumulate > 1 and (full or iteration + 1 == lengths["Train"]):
-                    update(config.lr)
+            if config.steps_per_execution == 1:
+                for iteration, batch in enumerate(train_loader):
+                    report.iteration("Train", epoch, iteration, *train_step(batch, config.lr))
+                    full = (iteration + 1) % config.accumulate == 0
+                    if config.accumulate > 1 and (full or iteration + 1 == lengths["Train"]):
+                        update(config.lr)
+            else:
+                batches = iter(train_loader)
+                for first in range(0, lengths["Train"], config.steps_per_execution):
+                    # What the steps return comes stacked, and shorter at the end.
+                    several = train_step.run(batches, config.lr, steps=config.steps_per_execution)
+                    report.iteration("Train", epoch, first, *several)
+                next(batches, None)  # Its end, so that the checkpoint begins with the next epoch.
             for iteration, batch in enumerate(test_loader):
-                loss, accuracy = valid_step(batch)
+                loss, accuracy, confusion = valid_step(batch)
                 report.iteration("Valid", epoch, iteration, loss, accuracy, len(batch.targets))
+                report.confuse(confusion)
             report.epoch(epoch)
             if checkpoint is not None:
                 checkpoint.save(epoch)
