@@ -232,11 +232,11 @@ def accumulator(task: Task, net: keras.Model, data: Data) -> Run:
     return run
 
 
-def microbatch(task: Task, net: keras.Model, data: Data) -> Run:
+def microbatch(task: Task, net: keras.Model, data: Data, *, jit_compile: bool = False) -> Run:
     """The large batch in one call, cut by `tfloop.microbatch`."""
     model, optim = tfloop.train(net), task.tfloop_optimizer()
 
-    @tfloop.compile
+    @tfloop.compile(jit_compile=jit_compile)
     def step(batch, lr):
         grads, losses = tfloop.microbatch(
             lambda piece: _gradients(model, *piece), batch, num=task.micro_batches

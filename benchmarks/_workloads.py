@@ -31,6 +31,7 @@ RUN_50 = "**`step.run`, 50 steps a call**"
 JIT_50 = "**`step.run`, 50 steps a call, XLA**"
 ACCUMULATOR = "**`tfloop.GradientsAccumulator`**"
 MICROBATCH = "**`tfloop.microbatch`**"
+JIT_MICROBATCH = "**`tfloop.microbatch`, XLA**"
 OUR_NOTHING = "**an empty `tfloop.compile`**"
 LOADER = "**`tfloop.DataLoader`**"
 
@@ -54,6 +55,7 @@ LOOPS = {
     JIT_50: partial(loops.many_steps_a_call, jit_compile=True),
     ACCUMULATOR: loops.accumulator,
     MICROBATCH: loops.microbatch,
+    JIT_MICROBATCH: partial(loops.microbatch, jit_compile=True),
     OUR_NOTHING: loops.empty_compiled,
     LOADER: loops.loader_epoch,
 }
@@ -114,8 +116,8 @@ def _peers(python: str) -> list[Entry]:
 
 def _accumulation(title: str, task: Task, updates: int, floor: float, aim: float) -> Workload:
     base = Entry(P1, P1, loops.hand_accumulation, task, updates)
-    scattered = [SCATTER] if task is tasks.EMBEDDING else []
-    others = _entries(task, updates, KERAS, *scattered, ACCUMULATOR, MICROBATCH)
+    more = [SCATTER, JIT_MICROBATCH] if task is tasks.EMBEDDING else []
+    others = _entries(task, updates, KERAS, ACCUMULATOR, MICROBATCH, *more)
     targets = [Target(MICROBATCH, versus, floor, aim) for versus in (P1, KERAS)]
     return Workload(
         f"{title}; {task.micro_batches} micro-batches an update", [base, *others], targets

@@ -224,7 +224,8 @@ class CompiledStep:
         # With `tf.config.run_functions_eagerly(True)` there is no trace to count.
         self.trace_count += not tf.executing_eagerly()
         if self._strategy is None:
-            return self.python_function(*args, **kwargs)
+            with _traces.for_xla(self._jit_compile):
+                return self.python_function(*args, **kwargs)
         if not args:
             raise TypeError(
                 f"`{self._attribute}(batch)` needs its batch as first argument: got none, expected "

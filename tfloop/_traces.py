@@ -6,6 +6,7 @@ before each call. Knows nothing of models or optimizers.
 """
 
 import contextlib
+import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -50,6 +51,24 @@ def depends_on(thing: Dependency) -> None:
 def is_recorded() -> bool:
     """Is the trace being made one that `compile` watches over?"""
     return bool(_open_recorders())
+
+
+_JITTED: contextvars.ContextVar[bool] = contextvars.ContextVar("jitted", default=False)
+
+
+@contextlib.contextmanager
+def for_xla(jitted: bool) -> Iterator[None]:
+    """Says that what is traced in the block is for XLA, if it is."""
+    token = _JITTED.set(jitted or _JITTED.get())
+    try:
+        yield
+    finally:
+        _JITTED.reset(token)
+
+
+def is_for_xla() -> bool:
+    """Is the trace being made for XLA, as far as we know? A `tf.function` doesn't tell."""
+    return _JITTED.get()
 
 
 def _open_recorders() -> list[dict[int, Dependency]]:

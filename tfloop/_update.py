@@ -454,8 +454,12 @@ def _takes_rows(optimizer: Optimizer) -> bool:
 
     Those are that first mix the gradient with dense state. The others of Keras divide or add
     sparse tensors, in branches that XLA can't compile; a user's own is likely written for dense
-    ones. They get the dense gradient.
+    ones. They get the dense gradient. XLA takes half the time with a dense one where the rule moves
+    all rows in any case.
     """
+    moves_all = not (isinstance(optimizer, keras.optimizers.SGD) and not optimizer.momentum)
+    if moves_all and _traces.is_for_xla():
+        return False
     return type(optimizer).update_step in _ROW_RULES
 
 
