@@ -6,11 +6,13 @@ from typing import Any
 import griffe
 
 # A line such as `Graph mode: works, jitted too.`, and the indented lines after it.
-_OWN = re.compile(r"^(Mutates|Graph mode|Replicas|References):(.*(?:\n[ ]+.*)*)", re.MULTILINE)
+_OWN = re.compile(
+    r"^(Returns|Mutates|Graph mode|Replicas|References):(.*(?:\n[ ]+.*)*)", re.MULTILINE
+)
 
 
 class Sections(griffe.Extension):
-    """Turns sections that Google's style doesn't know into paragraphs; it says `Examples`."""
+    """Makes paragraphs of what Google's style doesn't know, or would split at a colon."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrites the docstring of everything that has one."""
