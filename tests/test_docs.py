@@ -47,7 +47,7 @@ def test_every_block_runs_and_prints_what_the_page_says(page, tmp_path, monkeypa
 
 def test_the_guides_have_blocks_to_run():
     without = {page for page in PAGES if "```python" not in read(page)}
-    assert without <= {"docs/api.md", "docs/benchmarks.md", "docs/scaling.md"}
+    assert without <= {"docs/api.md", "docs/benchmarks.md"}
 
 
 def test_the_reference_has_every_public_name_exactly_once():
