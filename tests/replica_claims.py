@@ -594,6 +594,10 @@ def claim_losses_of_keras_are_means_of_the_rows(strategy, folder):
     assert means == [1 / strategy.num_replicas_in_sync] * strategy.num_replicas_in_sync
 
 
+def claim_the_same_devices_are_the_same_strategy(strategy, folder):
+    assert tfloop.strategy(f"cpu:{strategy.num_replicas_in_sync}") is strategy
+
+
 def claim_a_part_inside_the_replica_can_be_jitted(strategy, folder):
     with strategy.scope():
         model = mixed_model()

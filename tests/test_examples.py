@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import runpy
 import subprocess
 import sys
 
@@ -107,12 +106,3 @@ def test_small_batches_add_up_to_the_large_one():
     accumulated, microbatch, unweighted = numbers(run("big_batch.py", "--quick"))
     assert max(accumulated, microbatch) < 1e-5
     assert unweighted > 1e-3
-
-
-def test_the_blocks_of_the_guides_run(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for guide in sorted((ROOT / "docs").glob("*.md")):
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", guide.read_text(), re.S)):
-            program = tmp_path / f"{guide.stem}_{number}.py"
-            program.write_text(block)
-            runpy.run_path(str(program))

@@ -3,6 +3,7 @@
 Nothing here knows models, data or optimizers.
 """
 
+import functools
 import os
 
 import keras
@@ -66,8 +67,8 @@ def strategy(name: str = "auto") -> tf.distribute.Strategy:
 
     Returns:
       TensorFlow's default strategy for the CPU or for one device of a kind that it would choose by
-      itself; a MirroredStrategy, TPUStrategy or MultiWorkerMirroredStrategy for more. Nothing of
-      GPUs and TPUs was run by the authors.
+      itself; a MirroredStrategy, TPUStrategy or MultiWorkerMirroredStrategy for more. The same
+      devices are the same MirroredStrategy. Nothing of GPUs and TPUs was run by the authors.
 
     Raises:
       ValueError: Another name, or a device that this machine hasn't got.
@@ -117,7 +118,7 @@ def strategy(name: str = "auto") -> tf.distribute.Strategy:
         chosen = gpus[:count]
         if len(chosen) == 1:
             return tf.distribute.OneDeviceStrategy(chosen[0])
-        return tf.distribute.MirroredStrategy(chosen)
+        return _mirrored(tuple(chosen))
     return _cpu(call, count, beside_gpus=bool(gpus))
 
 
@@ -143,10 +144,16 @@ def _cpu(call: str, count: int | None, *, beside_gpus: bool) -> tf.distribute.St
             ) from error
     if len(parts) > 1:
         devices = [f"CPU:{number}" for number in range(len(parts))]
-        return tf.distribute.MirroredStrategy(devices)
+        return _mirrored(tuple(devices))
     if beside_gpus:
         return tf.distribute.OneDeviceStrategy("/CPU:0")
     return tf.distribute.get_strategy()
+
+
+# Kept: the collectives of two strategies over the same devices would meet each other.
+@functools.cache
+def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(list(devices))
 
 
 def _tpu(call: str) -> tf.distribute.Strategy:
