@@ -412,7 +412,7 @@ def test_a_function_that_reads_a_variable_as_rate_stays_in_the_graph():
 
 
 def test_a_step_follows_what_it_closes_over_only_by_a_new_trace():
-    # As with tf.function, another object under the same name isn't seen; an argument is.
+    # As with tf.function, what is in a container isn't followed; an argument is.
     models = {"net": Scalar(1.0)}
     step = tfloop.compile(lambda: models["net"].w * 2.0)
     assert float(step()) == 2.0
@@ -563,3 +563,44 @@ def test_a_compiled_step_equals_the_eager_one(jit):
         return values_of(model)
 
     assert_close(run(True), run(False), 2e-6)
+
+
+class Owner:
+    """A step as a method that uses an attribute."""
+
+    def __init__(self):
+        self.model, self.optim = Scalar(), ModuleOptimizer("sgd")
+
+    @tfloop.compile
+    def step(self, lr):
+        one_step(self.optim, self.model, lr)
+
+
+def test_a_name_bound_to_another_optimizer_or_model_is_followed():
+    model, optim = Scalar(), ModuleOptimizer("sgd")
+
+    def helper(lr):
+        one_step(optim, model, lr)
+
+    @tfloop.compile
+    def step(lr):
+        helper(lr)
+
+    for _ in range(3):
+        step(1.0)
+    old, optim = optim, ModuleOptimizer("sgd")
+    for _ in range(3):
+        step(1.0)
+    assert (int(old.iterations), int(optim.iterations)) == (3, 3)
+    assert float(model.w) == 6.0
+    first, model, optim = model, Scalar(), ModuleOptimizer("sgd")
+    step(1.0)
+    assert (float(first.w), float(model.w)) == (6.0, 1.0)
+    assert step.trace_count == 3
+    owner = Owner()
+    for _ in range(3):
+        owner.step(1.0)
+    owner.optim = ModuleOptimizer(keras.optimizers.SGD(0.5))
+    owner.step(1.0)
+    assert int(owner.optim.iterations) == 1
+    assert float(owner.model.w) == 4.0

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfloop import _distribution, _many, _replicas, _traces
 from tfloop._arguments import whole_number
+from tfloop._bindings import Bindings
 from tfloop._launch import Launcher, as_argument
 from tfloop._messages import described
 from tfloop._traces import Dependency
@@ -31,7 +32,8 @@ def compile(  # noqa: A001
     The function becomes a `tf.function` with these rules. Python numbers (not bools) become
     tensors, so another rate or epoch number costs no trace. A shorter last batch costs at
     most one more trace: the second shape makes that axis open. When a group is added, a parameter
-    frozen or thawed, or an optimizer's rate replaced by a schedule, the next call traces again.
+    frozen or thawed, an optimizer's rate replaced by a schedule, or a name that the step uses bound
+    to another model or optimizer, the next call traces again.
 
     Args:
       fn: The step. Batches and rates are arguments; models, optimizers and loss functions are best
@@ -246,12 +248,15 @@ class _Program:
     def __init__(self, step: CompiledStep) -> None:
         self._step = step
         self._seen: dict[int, tuple[Dependency, object]] = {}
+        self._bindings = Bindings(step.python_function)
         self.launch_many = Launcher(self._function(_many.looped(self._recorded)), self._trace_count)
         self.launch = Launcher(self._function(self._recorded), self._trace_count)
 
     def is_stale(self) -> bool:
         """Has something changed that a trace has read?"""
-        return any(thing.fingerprint() != seen for thing, seen in self._seen.values())
+        return self._bindings.have_changed() or any(
+            thing.fingerprint() != seen for thing, seen in self._seen.values()
+        )
 
     def _function(self, fn: Callable[..., Any]) -> Any:
         function = self._step._traceable(fn)
