@@ -475,3 +475,26 @@ def test_a_namespace_is_a_plain_object():
 
 def test_blocks_of_a_keras_layer_are_built_by_hand():
     assert list(named_variables(built(Block(2))))[0] == "dense.kernel"
+
+
+class Pair(keras.Model):
+    """Only its parts are called."""
+
+    def __init__(self, head=None):
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+        self.head = head
+
+
+def test_a_model_whose_parts_are_built_need_not_be_called_itself():
+    found = list(tfloop.named_parameters(Pair()))
+    assert found == ["generator.dense.kernel", "generator.dense.bias"]
+    with pytest.raises(ValueError, match="which has no variables yet"):
+        tfloop.named_parameters(Pair(keras.layers.Dense(2)))
+
+    class WithWeights(Pair):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=())
+
+    with pytest.raises(ValueError, match="which has no variables yet"):
+        tfloop.named_parameters(WithWeights())

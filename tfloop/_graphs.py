@@ -110,6 +110,19 @@ def hidden_children(thing: Any) -> Iterator[tuple[str, Any]]:
                         yield f"{name}.{inner}", unwrap(part)
 
 
+def is_built(layer: Any) -> bool:
+    """Has it all its variables?
+
+    A model that was never called may only hold others that are built: a GAN class, of which the
+    parts are called.
+    """
+    if layer.built:
+        return True
+    has_own = type(layer).build not in (keras.Model.build, keras.layers.Layer.build)
+    parts = layer._flatten_layers(include_self=False)
+    return not has_own and bool(layer.variables) and all(part.built for part in parts)
+
+
 def call_arguments(model: Any) -> list[str]:
     """The names of what a call of a Keras layer or a tf.Module takes."""
     if isinstance(model, keras.layers.Layer):

@@ -13,6 +13,7 @@ from tfloop._graphs import (
     Variable,
     children,
     hidden_children,
+    is_built,
     is_variable,
     parts_of,
     unused,
@@ -50,7 +51,7 @@ class Walk:
 
     def unbuilt(self) -> str | None:
         """The first Keras layer that isn't built yet, in words."""
-        return next((described(layer) for layer in self.outermost if not layer.built), None)
+        return next((described(layer) for layer in self.outermost if not is_built(layer)), None)
 
     def empty(self) -> str | None:
         """The first thing without variables that should have some, in words."""
