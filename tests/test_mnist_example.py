@@ -584,6 +584,15 @@ def start(*arguments, **options):
     return subprocess.Popen(command, text=True, **options)
 
 
+def test_mixed_float16_trains_as_well(digits):
+    config = mnist.TrainingConfig(num_epochs=5, lr=1e-3, log_every=100)
+    low = config.replace(model=config.model.replace(dtype="mixed_float16"))
+    plain, other = (mnist.train(c, *digits).averages["Valid"][-1] for c in (config, low))
+    assert plain.accuracy > 93
+    assert abs(plain.accuracy - other.accuracy) <= 1.0  # 3 of 359 images
+    assert abs(plain.loss - other.loss) < 0.02
+
+
 class TestProcess:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     quiet = {"stdout": subprocess.DEVNULL}

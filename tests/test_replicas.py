@@ -6,8 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from native import again_after_native_abort, check_not_aborted
+
+import tfloop
 
 SCRIPT = Path(__file__).with_name("replica_claims.py")
 CLAIMS = [
@@ -42,3 +47,48 @@ def printed(request, tmp_path_factory):
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_replicas(printed, claim):
     assert f"ok {claim}\n" in printed.stdout, printed.stderr[-6000:]
+
+
+def test_a_step_for_a_tpu_has_static_shapes_and_is_jitted_inside_the_replica():
+    """What a TPU asks for, on the CPU: no TPU has run this."""
+    strategy = tf.distribute.OneDeviceStrategy("/CPU:0")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(22, 3)).astype("float32")
+    ends, sizes = [], []
+    for where in ("replica", "plain"):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            layers = [keras.layers.Dense(4, "tanh"), keras.layers.LayerNormalization()]
+            model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+        view = tfloop.train(model)
+        optim = tfloop.ModuleOptimizer(keras.optimizers.Adam(), skip_nonfinite=True)
+        optim.with_group(tfloop.ParamGroup.from_name("bias"), keras.optimizers.SGD(momentum=0.9))
+        window = tfloop.GradientsAccumulator(reduction="mean")
+        optim.build(model)
+        window.build(model)
+
+        def micro(batch, view=view, window=window):
+            sizes.append(batch.shape[0])
+            with tfloop.Tape() as tape:
+                loss = tf.reduce_mean(view(batch) ** 2)
+            grads = tfloop.GradientsParams.from_grads(tape.backward(loss), view)
+            window.accumulate(view, grads, weight=batch.shape[0])
+            return loss
+
+        def update(lr, view=view, window=window, optim=optim):
+            optim.step(lr, view, window)
+
+        if where == "replica":
+            jitted = [tf.function(fn, jit_compile=True) for fn in (micro, update)]
+            on_replica = [lambda v, fn=fn: strategy.run(fn, (v,)) for fn in jitted]
+            micro, update = (tf.function(fn) for fn in on_replica)
+        loader = tfloop.DataLoader(x, batch_size=4, shuffle=0, drop_last=True)
+        for number, batch in enumerate(loader):
+            micro(batch)
+            if number % 2:
+                update(tf.constant(0.1))
+        ends.append([v.numpy() for v in model.variables])
+        assert int(optim.iterations.numpy()) == 2
+    assert set(sizes) == {4}
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -171,12 +171,16 @@ class OptimizerConfig(Config, extra="allow"):
                 raise ValueError(f"expected arguments of {self.name!r}, not {argument!r}.{hint}")
         return self
 
-    def init(self) -> ModuleOptimizer:
-        """A new optimizer with these settings and no state."""
+    def init(self, **options: Any) -> ModuleOptimizer:
+        """A new optimizer with these settings and no state.
+
+        Args:
+          **options: Of `ModuleOptimizer`, such as `clipping` or `scaler`.
+        """
         arguments = dict(self.model_extra or {})
         if isinstance(arguments.get("learning_rate"), int):
             arguments["learning_rate"] = float(arguments["learning_rate"])
-        return ModuleOptimizer(_optimizers()[self.name.lower()].from_config(arguments))
+        return ModuleOptimizer(_optimizers()[self.name.lower()].from_config(arguments), **options)
 
 
 class AdamConfig(Config):
@@ -203,10 +207,14 @@ class AdamConfig(Config):
     amsgrad: bool = Field(False, description="Divide by the largest mean of squares so far.")
     weight_decay: float | None = Field(None, ge=0, description="Decoupled, times the rate.")
 
-    def init(self) -> ModuleOptimizer:
-        """A new optimizer with these settings and no state."""
+    def init(self, **options: Any) -> ModuleOptimizer:
+        """A new optimizer with these settings and no state.
+
+        Args:
+          **options: Of `ModuleOptimizer`, such as `clipping` or `scaler`.
+        """
         given = {name: value for name, value in self if value is not None}
-        return ModuleOptimizer(keras.optimizers.Adam(**given))
+        return ModuleOptimizer(keras.optimizers.Adam(**given), **options)
 
 
 def nested_class(field: FieldInfo) -> type[Config] | None:

@@ -25,27 +25,30 @@ class ModelConfig(tfloop.Config):
     num_classes: int = Field(10, gt=0, description="Classes to tell apart.")
     hidden_size: int = Field(1024, gt=0, description="Units of the hidden layer.")
     dropout: float = Field(0.5, ge=0, lt=1, description="Share of activations to drop.")
+    dtype: Literal["float32", "mixed_float16", "mixed_bfloat16"] = Field(
+        "float32", description="Precision of the layers."
+    )
 
     def init(self) -> keras.Model:
         """Builds the model: images `[B, 28, 28]` in, logits `[B, num_classes]` out."""
-        layers = keras.layers
+        layers, kind = keras.layers, {"dtype": self.dtype}
         return keras.Sequential(
             [
                 keras.Input((28, 28)),
-                layers.Reshape((28, 28, 1)),
-                layers.Conv2D(8, 3, name="conv1"),
-                layers.Dropout(self.dropout),
-                layers.Conv2D(16, 3, name="conv2"),
-                layers.Dropout(self.dropout),
-                layers.ReLU(),
+                layers.Reshape((28, 28, 1), **kind),
+                layers.Conv2D(8, 3, name="conv1", **kind),
+                layers.Dropout(self.dropout, **kind),
+                layers.Conv2D(16, 3, name="conv2", **kind),
+                layers.Dropout(self.dropout, **kind),
+                layers.ReLU(**kind),
                 # An adaptive average pool to 8x8. From 24x24 its windows are these, exactly;
                 # Keras' AdaptiveAveragePooling2D gives the same numbers at 8 times the cost.
-                layers.AveragePooling2D(3),
-                layers.Flatten(),
-                layers.Dense(self.hidden_size, name="linear1"),
-                layers.Dropout(self.dropout),
-                layers.ReLU(),
-                layers.Dense(self.num_classes, name="linear2"),
+                layers.AveragePooling2D(3, **kind),
+                layers.Flatten(**kind),
+                layers.Dense(self.hidden_size, name="linear1", **kind),
+                layers.Dropout(self.dropout, **kind),
+                layers.ReLU(**kind),
+                layers.Dense(self.num_classes, name="linear2"),  # Logits are float32 in any case.
             ]
         )
 
@@ -120,7 +123,9 @@ def train(
     with strategy.scope():  # On one device it changes nothing.
         net = config.model.init()
     model = tfloop.train(net)  # A view: `model(x)` runs in training mode.
-    optim = config.optimizer.init()
+    # float16 loses small gradients without a scale; the other precisions need none.
+    scaler = tfloop.LossScaler() if config.model.dtype == "mixed_float16" else None
+    optim = config.optimizer.init(scaler=scaler)
     groups = {"gradient_norm/all": tfloop.ParamGroup.all()}  # Of `optim`, by their curves.
     window = tfloop.GradientsAccumulator(reduction="mean")
 
@@ -139,7 +144,7 @@ def train(
 
     @compiled
     def train_step(batch: Batch, lr: float) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, dict]:
-        with tfloop.Tape() as tape:
+        with tfloop.Tape(scaler=optim.scaler) as tape:
             logits = model(batch.images)
             loss = cross_entropy(logits, batch.targets)
         # One gradient for every variable on the tape, then this model's by their paths.
