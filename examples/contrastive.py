@@ -7,7 +7,7 @@ which is only there for the loss.
 It prints the accuracy of a linear classifier that learns from `--labels` digits: on their pixels,
 on the features of the encoder before training, and on those after.
 
-    python examples/contrastive.py --quick
+    python examples/contrastive.py --quick --strategy cpu:2
 """
 
 import keras
@@ -26,6 +26,7 @@ _BATCH = flags.DEFINE_integer("batch", 128, "Digits that are told apart.", 2, 12
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.2, "Small ones look at near negatives.", 0.01)
 _LABELS = flags.DEFINE_integer("labels", 50, "Labels for the linear classifier.", 10, 1200)
 _LR = flags.DEFINE_float("lr", 1e-3, "Learning rate.", lower_bound=0.0)
+_STRATEGY = flags.DEFINE_string("strategy", "auto", "Devices: auto, cpu, cpu:2, gpu, tpu.")
 _QUICK = flags.DEFINE_bool("quick", False, "A few epochs, to see that everything works.")
 
 
@@ -82,13 +83,12 @@ def contrast(features, others) -> tf.Tensor:
     return tf.reduce_mean(tf.reduce_logsumexp(similarity, axis=1) - partner)
 
 
-def make_step(networks: dict[str, keras.Model]):
-    """A step on a batch of images, without labels."""
-    model = tfloop.train(networks)  # a dict of views
-    distort = tfloop.train(build_distortion())
+def make_step(networks: dict[str, keras.Model], distortion: keras.Model, strategy):
+    """A step on a batch of images, without labels; each replica gets its share."""
+    model, distort = tfloop.train(networks), tfloop.train(distortion)  # the first: a dict of views
     optim = tfloop.ModuleOptimizer(keras.optimizers.Adam())
 
-    @tfloop.compile
+    @tfloop.compile(strategy=strategy)
     def step(images, lr):
         first, second = distort(images), distort(images)
         with tfloop.Tape() as tape:
@@ -113,17 +113,19 @@ def probe(features: np.ndarray, labels: np.ndarray) -> float:
 
 def main(_: list[str]) -> None:
     """Trains the encoder, and probes it before and after."""
+    strategy = tfloop.strategy(_STRATEGY.value)  # before TensorFlow is used
     tfloop.seed(0)
     epochs = 15 if _QUICK.value else _EPOCHS.value
     digits = load_digits()
     images = (digits.images[..., np.newaxis] / 16.0).astype("float32")
     data = tfloop.DataLoader(images[:1200], batch_size=_BATCH.value, shuffle=0, drop_last=True)
 
-    networks = build_networks()
+    with strategy.scope():  # on one device it changes nothing
+        networks, distortion = build_networks(), build_distortion()
     encoder = tfloop.valid(networks["encoder"])
     features = {"pixels": digits.data, "untrained encoder": encoder(images).numpy()}
 
-    step = make_step(networks)
+    step = make_step(networks, distortion, strategy)
     for batch in (batch for _ in range(epochs) for batch in data):
         step(batch, _LR.value)
     features["trained encoder"] = encoder(images).numpy()

@@ -1,6 +1,6 @@
 """Claims about several replicas, run by `test_replicas.py` in a process of their own.
 
-    python tests/replica_claims.py 2 FOLDER
+    python tests/replica_claims.py 2 FOLDER [CLAIM ...]
 
 parts the CPU into so many devices and prints a line for each claim that holds. A second strategy in
 one process could meet the collectives of the first, so all claims share one.
@@ -667,18 +667,17 @@ def claim_results_come_back_as_one(strategy, folder):
             call()
 
 
-def main(number, folder):
+def main(number, folder, *names):
     strategy = tfloop.strategy(f"cpu:{number}")
     assert strategy.num_replicas_in_sync == int(number)
-    for name, claim in list(globals().items()):
-        if name.startswith("claim_"):
-            try:
-                claim(strategy, folder)
-            except BaseException:
-                print("FAILED", name, flush=True)
-                traceback.print_exc()
-            else:
-                print("ok", name, flush=True)
+    for name in names or [name for name in globals() if name.startswith("claim_")]:
+        try:
+            globals()[name](strategy, folder)
+        except BaseException:
+            print("FAILED", name, flush=True)
+            traceback.print_exc()
+        else:
+            print("ok", name, flush=True)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def test_meta_trained_weights_fit_a_new_task_in_one_step():
 
 
 def test_features_learned_without_labels_beat_pixels():
-    pixels, untrained, trained = numbers(run("contrastive.py", "--quick"))
+    pixels, untrained, trained = numbers(run("contrastive.py", "--quick", "--strategy=cpu:2"))
     assert trained > max(pixels, untrained) + 4.0
 
 
