@@ -12,8 +12,9 @@ from typing import Any, Self
 import tensorflow as tf
 
 from tfloop import _record, _reduction, _replicas, _sparse, _summary, _traces
-from tfloop._accumulate import GradientsAccumulator, Window
+from tfloop._accumulate import GradientsAccumulator
 from tfloop._clipping import GradientClipping
+from tfloop._contribution import Contribution
 from tfloop._given import as_keras_optimizer
 from tfloop._gradients import GradientsParams
 from tfloop._groups import ParamGroup, as_group
@@ -22,9 +23,8 @@ from tfloop._paths import AddressBook, address_book, root_key
 from tfloop._routing import Group, check_clipping, owners
 from tfloop._scaling import LossScaler
 from tfloop._sparse import Gradient
-from tfloop._step_checks import STEP, as_rate, assert_counts, assert_current, assert_sound
+from tfloop._step_checks import STEP, as_rate, assert_current, assert_sound
 from tfloop._update import GroupUpdate, State
-from tfloop._weights import checked_weight
 from tfloop.schedulers._rates import ModuleLearningRate
 
 
@@ -231,22 +231,14 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         rate = lr if isinstance(lr, ModuleLearningRate) or lr is None else as_rate(lr)
         book = self._prepare(model, STEP)
         _replicas.check_context(STEP, book.variables)
-        weight = self._checked_weight(grads, weight)
-        window = None
-        if isinstance(grads, GradientsAccumulator):
-            window = grads.window(model, STEP)
-        found = grads.checked(book, STEP) if window is None else window.sums
-        routed = self._routed(found, book)
-        total = self._reduced([share for *_, share in routed], window, weight, book)
+        brought = Contribution(grads, model, book, weight, self._reduction)
+        routed = self._routed(brought.grads, book)
+        total = brought.reduced([path for *_, share in routed for path in share], book)
         plans = []
         for group, update, share in routed:
             bounded = group.clipped({path: total.grads[path] for path in share})
             plans.append((update, self._with_rates(rate, group, update, bounded, book)))
-        checks = self._checks(plans)
-        if isinstance(grads, GradientsAccumulator):
-            checks += grads.checks(STEP, total.weight if grads.reduction == "mean" else None)
-        elif weight is not None:
-            checks += assert_counts(total.weight)
+        checks = self._checks(plans) + brought.checks(total)
         finite = []
         if self._skips:
             flags = [_sparse.all_finite(grad) for grad in total.grads.values()]
@@ -254,10 +246,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
         with tf.control_dependencies(checks):
             works = [update.prepared(parts, total.present) for update, parts in plans]
-            if isinstance(grads, GradientsAccumulator):
-                grads.reset()
-            else:
-                grads._consume(STEP)
+            brought.take()
             updated = tf.constant(bool(plans))
             if total.present is not None and plans:
                 updated = tf.reduce_any(tf.stack(list(total.present.values())))
@@ -507,66 +496,6 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             )
         rates = rate.rates()
         return [(as_rate(rates[bucket]), part) for bucket, part in parts.items()]
-
-    def _checked_weight(
-        self, grads: GradientsParams | GradientsAccumulator, weight: Any
-    ) -> tf.Tensor | None:
-        """How much this replica counts, or `None` where all count alike."""
-        accumulator = grads if isinstance(grads, GradientsAccumulator) else None
-        if weight is not None:
-            own = accumulator is not None and accumulator.reduction == "mean"
-            if own or self._reduction != "mean":
-                other = "an accumulator that has weights of its own" if own else "no mean"
-                raise ValueError(
-                    f"`{STEP}` got weight={described(weight)} with {other}, expected none: nothing "
-                    "is left to be weighed. Leave it out: `optim.step(lr, model, grads)`."
-                )
-            return checked_weight(STEP, weight)
-        share = _replicas.share()
-        if share is None or self._reduction is None:
-            return None
-        if accumulator is None:
-            return tf.cast(share.rows, tf.float64) if self._reduction == "mean" else None
-        if self._reduction == "sum" and accumulator.reduction == "sum":
-            raise ValueError(
-                f"`{STEP}` got sums that were weighed by each replica's share of the batch, and "
-                "reduction='sum', expected 'mean': shares are parts of a mean. Write "
-                "`ModuleOptimizer(optimizer)`, or distribute the batch yourself and call "
-                "`strategy.run`."
-            )
-        return None
-
-    def _reduced(
-        self,
-        shares: list[dict[str, Gradient]],
-        window: Window | None,
-        weight: tf.Tensor | None,
-        book: AddressBook,
-    ) -> _reduction.Total:
-        """What is to be applied: of all replicas, and divided by its weights."""
-        grads = {path: grad for share in shares for path, grad in share.items()}
-        weighed = window is not None and window.weight is not None
-        present = None
-        if window is not None and window.present is not None:
-            present = {path: window.present[path] for path in grads}
-        statistics = {}
-        if _replicas.count() > 1 and self._reduction is not None:
-            moving = _reduction.moving_statistics(book)
-            statistics = {path: tf.convert_to_tensor(v) for path, v in moving.items()}
-        total = _reduction.total(
-            grads,
-            window.weight if window is not None and weighed else weight,
-            reduction=self._reduction,
-            present=present,
-            weighed=weighed,
-            statistics=statistics,
-        )
-        if total.present is not None and total.weight is not None:
-            # XLA drops the checks: there, a window that weighs nothing leaves all as it is.
-            counts = total.weight > 0
-            flags = {path: tf.logical_and(flag, counts) for path, flag in total.present.items()}
-            total = total._replace(present=flags)
-        return total
 
     def _apply(
         self,
