@@ -28,9 +28,6 @@ from benchmarks._measure import Result
 from benchmarks._workloads import Entry
 from tfloop import GradientClipping, GradientsParams, ModuleOptimizer, ParamGroup
 
-_DEVICE = flags.DEFINE_enum("device", "auto", ["auto", "cpu", "gpu"], "What to check.")
-_QUICK = flags.DEFINE_bool("quick", False, "Three rounds of the smallest network.")
-
 _EXACT, _MIXED = 1e-4, 5e-2
 _HOST = "CPU:0"
 
@@ -439,11 +436,11 @@ def main(arguments: list[str]) -> None:
     """Checks, measures, prints."""
     if len(arguments) > 1:
         raise app.UsageError(f"Got {arguments[1]!r}, expected flags alone: --device=gpu.")
-    device, text = choose(_DEVICE.value)
+    device, text = choose(flags.FLAGS.device)
     print(f"{text} TensorFlow {tf.__version__}, Keras {keras.__version__}, {platform.machine()}.\n")
     print("| what | result | figures |\n|---|---|---|", flush=True)
     failed = 0
-    for rows in (checked(checks(device), device), timed(device, quick=_QUICK.value)):
+    for rows in (checked(checks(device), device), timed(device, quick=flags.FLAGS.quick)):
         for row in rows:
             print(f"| {' | '.join(row)} |", flush=True)
             failed += row[1] != "ok"
@@ -452,4 +449,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # Not at import: flags belong to the process, and tests import this.
+    flags.DEFINE_enum("device", "auto", ["auto", "cpu", "gpu"], "What to check.")
+    flags.DEFINE_bool("quick", False, "Three rounds of the smallest network.")
     app.run(main)

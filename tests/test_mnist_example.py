@@ -36,10 +36,6 @@ def digits():
     return _images.load("digits", None)
 
 
-# One worker runs these tests when the suite runs in parallel: they share one epoch.
-on_mnist = pytest.mark.xdist_group("mnist")
-
-
 @pytest.fixture(scope="module")
 def mnist_run():
     """One epoch on MNIST: the splits, the settings and the report."""
@@ -178,7 +174,6 @@ class TestData:
             server.shutdown()
         assert not _images._host_answers()
 
-    @on_mnist
     def test_auto_takes_mnist_where_it_is_prepared(self, mnist_run, capsys):
         (train, test), _, _ = mnist_run
         assert (train.images.shape, test.images.shape) == ((60000, 28, 28), (10000, 28, 28))
@@ -198,7 +193,6 @@ class TestNumbers:
         assert [step for step, _ in found] == list(range(1, 70))
         assert [norm for _, norm in found[:50]] == pytest.approx(norms, rel=1e-4)
 
-    @on_mnist
     def test_the_losses_on_mnist_are_those_of_a_loop_by_hand(self, mnist_run):
         (train, _), config, report = mnist_run
         mine = [iteration.loss for iteration in report.history["Train"][:50]]
@@ -213,7 +207,6 @@ class TestNumbers:
         assert correct == pytest.approx(report.averages["Valid"][1].accuracy, rel=1e-5)
         assert correct != pytest.approx(report.averages["Valid"][0].accuracy, rel=1e-5)
 
-    @on_mnist
     def test_one_epoch_of_mnist_gives_97_percent(self, mnist_run):
         _, _, report = mnist_run
         assert report.averages["Valid"][0].accuracy > 97
@@ -546,7 +539,6 @@ class TestBadInput:
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert f"MNIST under --data_dir={tmp_path} can't be read: " in err
 
-    @on_mnist
     def test_a_truncated_data_set_is_one_line(self, command, tmp_path, mnist_run):
         copy = tmp_path / "mnist" / "3.0.1"
         copy.mkdir(parents=True)

@@ -32,7 +32,6 @@ def printed(tmp_path_factory):
     return found
 
 
-@pytest.mark.xdist_group("workers")
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_workers(printed, claim):
     lines = []
@@ -47,7 +46,6 @@ def final_state(folder):
     return {key: reader.get_tensor(key) for key in reader.get_variable_to_shape_map()}
 
 
-@pytest.mark.xdist_group("workers")
 @again_after_native_abort
 def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
     tmp_path, request

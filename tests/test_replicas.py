@@ -59,13 +59,11 @@ def on_four(tmp_path_factory):
     return run(4, tmp_path_factory.mktemp("replicas"), ON_FOUR)
 
 
-@pytest.mark.xdist_group("two replicas")
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_two_replicas(on_two, claim):
     assert f"ok {claim}\n" in on_two.stdout, on_two.stderr[-6000:]
 
 
-@pytest.mark.xdist_group("four replicas")
 @pytest.mark.parametrize("claim", ON_FOUR)
 def test_four_replicas(on_four, claim):
     assert f"ok {claim}\n" in on_four.stdout, on_four.stderr[-6000:]
