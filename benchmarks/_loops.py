@@ -133,13 +133,17 @@ def eager(task: Task, model: keras.Model, data: Data) -> Run:
 
 
 def many_steps_a_call(
-    task: Task, model: keras.Model, data: Data, *, steps: int = 50, jit_compile: bool = False
+    task: Task,
+    model: keras.Model,
+    data: Data,
+    *,
+    steps: int = 50,
+    jit_compile: bool = False,
+    fed: bool = False,
 ) -> Run:
-    """The same by `fn.run`, fed by a `DataLoader`."""
+    """The same by `fn.run`, on the batches in memory or fed by a `DataLoader`."""
     step = tfloop.compile(_step(model, task.tfloop_optimizer()), jit_compile=jit_compile)
-    if not hasattr(step, "run"):
-        raise Unavailable("not in this version")
-    loader = data.loader()
+    loader = data.loader() if fed else data.batches
 
     def run():
         batches, calls = iter(loader), math.ceil(len(loader) / steps)

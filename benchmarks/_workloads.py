@@ -28,6 +28,7 @@ OURS = "**`tfloop.compile`**"
 OURS_FED = "**`tfloop.compile`, fed by `DataLoader`**"
 OURS_EAGER = "**tfloop, eager**"
 RUN_50 = "**`step.run`, 50 steps a call**"
+RUN_50_FED = "**`step.run`, 50 steps a call, fed by `DataLoader`**"
 JIT_50 = "**`step.run`, 50 steps a call, XLA**"
 ACCUMULATOR = "**`tfloop.GradientsAccumulator`**"
 MICROBATCH = "**`tfloop.microbatch`**"
@@ -52,6 +53,7 @@ LOOPS = {
     OURS_FED: loops.compiled_fed,
     OURS_EAGER: loops.eager,
     RUN_50: loops.many_steps_a_call,
+    RUN_50_FED: partial(loops.many_steps_a_call, fed=True),
     JIT_50: partial(loops.many_steps_a_call, jit_compile=True),
     ACCUMULATOR: loops.accumulator,
     MICROBATCH: loops.microbatch,
@@ -161,7 +163,7 @@ def workloads(*, quick: bool, peers_python: str = sys.executable) -> dict[str, W
         "W2": Workload(
             "dense network 64-32-10, batch 32, Adam: what a call costs",
             _entries(tasks.MLP, 500, P1, FED, FIT, FIT_10, ON_BATCH)
-            + _entries(tasks.MLP, 500, OURS, OURS_FED, RUN_50, JIT_50)
+            + _entries(tasks.MLP, 500, OURS, OURS_FED, RUN_50, RUN_50_FED, JIT_50)
             + _entries(tasks.MLP, 10, EAGER, OURS_EAGER)
             + _peers(peers_python),
             [
