@@ -90,7 +90,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         if scaler is not None and not isinstance(scaler, LossScaler):
             raise TypeError(
                 f"`{call}` got {described(scaler)} as scaler, expected a LossScaler or None. "
-                "Write `ModuleOptimizer(optimizer, scaler=tfloop.LossScaler())`."
+                "Write `tfloop.ModuleOptimizer(optimizer, scaler=tfloop.LossScaler())`."
             )
         self._strict = strict
         self._reduction = reduction
@@ -226,7 +226,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         if not isinstance(grads, (GradientsParams, GradientsAccumulator)):
             raise TypeError(
                 f"`{STEP}` needs a GradientsParams: got {described(grads)}. Gradients are applied "
-                "by path. Key them: `GradientsParams.from_grads(tape.backward(loss), model)`."
+                "by path. Key them: "
+                "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
         rate = lr if isinstance(lr, ModuleLearningRate) or lr is None else as_rate(lr)
         book = self._prepare(model, STEP)
@@ -531,7 +532,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             raise ValueError(
                 f"`{STEP}` got sums that were weighed by each replica's share of the batch, and "
                 "reduction='sum', expected 'mean': shares are parts of a mean. Write "
-                "`ModuleOptimizer(optimizer)`, or distribute the batch yourself and call "
+                "`tfloop.ModuleOptimizer(optimizer)`, or distribute the batch yourself and call "
                 "`strategy.run`."
             )
         return None
