@@ -348,7 +348,7 @@ BAD_GROUPS = {
     "a text": (
         lambda m: ("bias", "sgd"),
         TypeError,
-        r"needs a ParamGroup: got.*`ParamGroup.from_name\('bias'\)`",
+        r"needs a ParamGroup: got.*`tfloop.ParamGroup.from_name\('bias'\)`",
     ),
     "a variable": (lambda m: (m.dense.bias, "sgd"), TypeError, "needs a ParamGroup"),
     "nothing": (lambda m: (None, "sgd"), TypeError, "needs a ParamGroup"),

@@ -405,7 +405,7 @@ BACKWARD = "`tape.backward(loss, wrt)`"
         (
             ValueError,
             lambda: (lambda t: t[0].backward(t[1], wrt=[X]))(recorded(lambda w: w * 2.0)),
-            ("a tensor in `wrt` wasn't watched: `Tape(watch=[x])`",),
+            ("a tensor in `wrt` wasn't watched: `tfloop.Tape(watch=[x])`",),
         ),
         (TypeError, lambda: opened(X).backward(None), ("needs a loss: got None", "add_n(parts)")),
         (TypeError, lambda: opened(X).backward([X, X]), ("got an object of type list",)),

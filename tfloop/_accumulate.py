@@ -88,7 +88,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             raise ValueError(
                 f"`GradientsAccumulator(reduction=...)` got {described(reduction)}, expected 'sum' "
                 "or 'mean'. The mean over samples makes one large batch: "
-                "`GradientsAccumulator(reduction='mean')`."
+                "`tfloop.GradientsAccumulator(reduction='mean')`."
             )
         self.reduction = reduction
         self._model: Any = None
@@ -177,13 +177,13 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             raise TypeError(
                 f"`{_ACCUMULATE}` needs a GradientsParams: got {described(grads)}. Gradients are "
                 "added by path. Key them: "
-                "`GradientsParams.from_grads(tape.backward(loss), model)`."
+                "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
         if weight is not None and self.reduction == "sum":
             raise ValueError(
                 f"`{_ACCUMULATE}` got weight={described(weight)} with reduction='sum', expected "
                 "none: a sum has no weights. For the mean over samples make it with "
-                "`GradientsAccumulator(reduction='mean')`."
+                "`tfloop.GradientsAccumulator(reduction='mean')`."
             )
         weight, factor = self._weights(weight)
         book = self._prepare(model, _ACCUMULATE)
@@ -455,7 +455,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             raise ValueError(
                 f"`{_RESTORE}` got a window of reduction={others.pop()!r}, expected "
                 f"{self.reduction!r}: their sums differ. Make it as it was: "
-                f"`GradientsAccumulator(reduction={keys[0][0]!r})`."
+                f"`tfloop.GradientsAccumulator(reduction={keys[0][0]!r})`."
             )
         unknown = [path for _, _, path in keys if path not in buffers]
         if unknown:

@@ -238,7 +238,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
             raise ValueError(
                 f"`{_CALL}` got reduction=None with {replicas} replicas, expected 'mean' or 'sum': "
                 "`fit` leaves it to the optimizer to reduce. Leave it out: "
-                "`ModuleOptimizer(optimizer)`."
+                "`tfloop.ModuleOptimizer(optimizer)`."
             )
         return found.scale(replicas)  # Keras has divided the losses, so that a sum is their mean
 

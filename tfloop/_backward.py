@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfloop import _sparse, _traces
+from tfloop import _replicas, _sparse, _traces
 from tfloop._groups import ParamGroup
 from tfloop._messages import described, listed
 from tfloop._paths import AddressBook, Variable, address_book, tf_variable, variable_id
@@ -63,7 +63,7 @@ class Gradients:
             raise KeyError(
                 f"`grads.wrt(x)` was never asked for this gradient: got {_source_name(source)}, "
                 f"expected one of {known}. A tensor must be the very object that was watched. "
-                "Watch it: `Tape(watch=[x])`, or ask for it: `tape.backward(loss, wrt=[x])`."
+                "Watch it: `tfloop.Tape(watch=[x])`, or ask for it: `tape.backward(loss, wrt=[x])`."
             )
         return self._entries[variable_id(source)][1]
 
@@ -105,6 +105,7 @@ def share_of(
     asked = {path: grads.wrt(v) for path, v in wanted.items() if grads._asked(v)}
     share = {path: grad for path, grad in asked.items() if grad is not None}
     if not share:
+        _replicas.check_context(_FROM_GRADS, book.variables)  # the likelier cause
         why = _why_empty(book, parameters, wanted, asked, group)
         raise ValueError(f"`{_FROM_GRADS}` found no gradient: {why}")
     return share

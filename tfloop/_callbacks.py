@@ -112,6 +112,6 @@ class Rate:
             raise TypeError(
                 f"A callback can't set the learning rate to {float(value)!r}: got lr={self._lr!r}, "
                 "expected rates above 0 that aren't scheduled. Those of the groups follow the base "
-                "rate in proportion. Give a number: `Learner(..., lr=1e-3)`."
+                "rate in proportion. Give a number: `tfloop.Learner(..., lr=1e-3)`."
             )
         self.factor.assign(float(value) / float(self._lr.base))

@@ -71,7 +71,7 @@ class Checkpoint:
         if not objects:
             raise ValueError(
                 f"`{call}` has nothing to save: got no objects, expected some by name. "
-                "Write `Checkpoint(directory, model=model, optim=optim)`."
+                "Write `tfloop.Checkpoint(directory, model=model, optim=optim)`."
             )
         if max_to_keep is not None:
             max_to_keep = whole_number(
@@ -174,7 +174,7 @@ class Checkpoint:
                 raise ValueError(
                     f"`{_RESTORE}` can't restore {name!r}: got a {entry['kind']}, expected a "
                     f"{part.kind}. The names were exchanged. Give each object the name that it was "
-                    f"saved under: `Checkpoint(directory, {name}=...)`."
+                    f"saved under: `tfloop.Checkpoint(directory, {name}=...)`."
                 )
             try:
                 pairs += part.pairs(entry, saved, strict)
@@ -207,7 +207,8 @@ class Checkpoint:
             raise FileNotFoundError(
                 f"`{_SAVE}` got no checkpoint from the first worker: got {latest!r} here, "
                 f"expected number {written}. It failed there, or {self._directory!r} is another "
-                "folder here. Give all workers one that they share: `Checkpoint('/shared/run')`."
+                "folder here. Give all workers one that they share: "
+                "`tfloop.Checkpoint('/shared/run')`."
             )
         return latest
 
@@ -218,7 +219,7 @@ class Checkpoint:
             raise FileNotFoundError(
                 f"`{_RESTORE}` found other checkpoints on other workers: got the numbers "
                 f"{listed(numbers)}, expected one (0 is none). {self._directory!r} isn't the same "
-                "folder on all. Give them one that they share: `Checkpoint('/shared/run')`."
+                "folder on all. Give them one that they share: `tfloop.Checkpoint('/shared/run')`."
             )
 
     def _strategy(self, call: str) -> tf.distribute.Strategy | None:

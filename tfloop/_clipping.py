@@ -41,14 +41,14 @@ class GradientClipping:
             raise ValueError(
                 f"`GradientClipping(kind, limit)` got the kind {self.kind!r}, expected one of "
                 f"{listed(_ARGUMENTS)}. It is made by its constructors. "
-                "Write `GradientClipping.by_global_norm(1.0)`."
+                "Write `tfloop.GradientClipping.by_global_norm(1.0)`."
             )
         call = f"GradientClipping.by_{self.kind}({_ARGUMENTS[self.kind]})"
         if isinstance(self.limit, bool) or not isinstance(self.limit, numbers.Real):
             raise TypeError(
                 f"`{call}` needs a number: got {described(self.limit)}, expected a positive float. "
                 "The bound is fixed when a step is traced. "
-                "Write `GradientClipping.by_global_norm(1.0)`."
+                "Write `tfloop.GradientClipping.by_global_norm(1.0)`."
             )
         if not (math.isfinite(self.limit) and self.limit > 0):
             raise ValueError(

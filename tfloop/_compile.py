@@ -231,7 +231,8 @@ class CompiledStep:
         if not args:
             raise TypeError(
                 f"`{self._attribute}(batch)` needs its batch as first argument: got none, expected "
-                "what is spread over the replicas. Pass it by position: `step(batch, lr=lr)`."
+                "what is spread over the replicas. Pass it by position: `step(batch, lr=lr)`. A "
+                "step that has no batch takes its rate instead: `update(lr)`."
             )
         return _distribution.run(self._strategy, self.python_function, args[0], args[1:], kwargs)
 

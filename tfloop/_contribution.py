@@ -118,7 +118,7 @@ def _weight_of(
         raise ValueError(
             f"`{STEP}` got sums that were weighed by each replica's share of the batch, and "
             "reduction='sum', expected 'mean': shares are parts of a mean. Write "
-            "`ModuleOptimizer(optimizer)`, or distribute the batch yourself and call "
+            "`tfloop.ModuleOptimizer(optimizer)`, or distribute the batch yourself and call "
             "`strategy.run`."
         )
     return None

@@ -119,6 +119,12 @@ def copy_of(given: Optimizer, call: str) -> Optimizer:
         config.update({argument: None for argument in CLIP_ARGUMENTS}, learning_rate=0.0)
         optimizer = type(given).from_config(config)
     except Exception as error:
+        if not tf.executing_eagerly():
+            raise ValueError(
+                f"`{call}` was called in a tf.function: got {type(given).__name__} in a trace, "
+                "expected it before. State has to outlive the step. Make the optimizer once, above "
+                "the step: `optim = tfloop.ModuleOptimizer(optimizer)`."
+            ) from error
         raise ValueError(
             f"`{call}` can't copy {type(given).__name__}: got {type(error).__name__} ({error}), "
             "expected a config that makes it again. Each group works on its own copy. "

@@ -64,7 +64,7 @@ def known_path(book: AddressBook, path: str, call: str) -> str:
     if canonical is None:
         raise ValueError(
             f"`{call}` got the gradient of an unknown path: {book.unknown(path)} It was keyed by "
-            "another model. Key it by this one: `GradientsParams.from_grads(grads, model)`."
+            "another model. Key it by this one: `tfloop.GradientsParams.from_grads(grads, model)`."
         )
     return canonical
 

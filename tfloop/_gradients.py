@@ -51,7 +51,7 @@ class GradientsParams(Mapping[str, Gradient]):
             raise TypeError(
                 "`GradientsParams(mapping)` needs paths: got Gradients, expected a mapping path -> "
                 "gradient. A backward pass knows variables, not paths. Take a model's share: "
-                "`GradientsParams.from_grads(grads, model)`."
+                "`tfloop.GradientsParams.from_grads(grads, model)`."
             )
         # Not checked further: TensorFlow fills the container with specs and placeholders, too.
         self._grads: dict[str, Gradient] = dict(mapping)
@@ -81,6 +81,7 @@ class GradientsParams(Mapping[str, Gradient]):
           ValueError: Nothing is left (see the message for the likely cause); the list has an
             unknown path; a parameter was thawed that the tape didn't watch.
           TypeError: `grads` isn't the result of `Tape.backward`, or `group` is neither.
+          RuntimeError: The model lies in a strategy, and this is called outside of its replicas.
         """
         return cls(_backward.share_of(grads, model, group))
 
@@ -179,7 +180,7 @@ class GradientsParams(Mapping[str, Gradient]):
             raise TypeError(
                 f"`{call}` needs a number: got {described(factor)}, expected a float or a scalar "
                 "tensor. A factor for each path is arithmetic over the mapping: "
-                "`GradientsParams({path: w[path] * grad for path, grad in grads.items()})`."
+                "`tfloop.GradientsParams({path: w[path] * grad for path, grad in grads.items()})`."
             )
         if is_tensor and tf.TensorShape(factor.shape).rank not in (0, None):
             raise ValueError(
@@ -368,7 +369,7 @@ class GradientsParams(Mapping[str, Gradient]):
             raise TypeError(
                 f"`{call}` needs a GradientsParams: got {described(other)}, expected gradients by "
                 "path. A backward pass has none yet. Key it first: "
-                "`GradientsParams.from_grads(tape.backward(loss), model)`."
+                "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
         mine, theirs = self._fresh(call), other._fresh(call)
         for path in filter(theirs.__contains__, mine):

@@ -45,7 +45,7 @@ class ParamGroup:
         raise TypeError(
             f"`ParamGroup(...)` doesn't say how to match: got {got}, expected one of its "
             "constructors. Paths are matched exactly, by words, by text or by a regular "
-            "expression. Write for example `ParamGroup.from_name('encoder')`."
+            "expression. Write for example `tfloop.ParamGroup.from_name('encoder')`."
         )
 
     @classmethod
@@ -327,7 +327,7 @@ class ParamGroup:
             raise ValueError(
                 f"`group.to_config()` can't write objects down: got {self}, expected paths, names, "
                 "texts or expressions. Variables, layers and functions exist in this process "
-                "alone. Write `ParamGroup.from_path(*group.select(model)).to_config()`."
+                "alone. Write `tfloop.ParamGroup.from_path(*group.select(model)).to_config()`."
             )
         return {self._kind: list(self._parts)}
 
@@ -416,7 +416,7 @@ def as_group(call: str, group: Any) -> ParamGroup:
     raise TypeError(
         f"`{call}` needs a ParamGroup: got {described(group)}, expected for example "
         "ParamGroup.all(). A text alone doesn't say how to match it. Write "
-        f"`ParamGroup.from_name({name!r})`."
+        f"`tfloop.ParamGroup.from_name({name!r})`."
     )
 
 

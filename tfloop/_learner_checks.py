@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfloop._messages import described, listed
@@ -47,7 +48,7 @@ def parts(batch: Any) -> tuple[Any, Any, Any]:
     raise TypeError(
         f"`Learner` can't read the batch: got {found}, expected `(x, y)` or `(x, y, "
         "sample_weight)`, as in Keras. Let the data give that: "
-        "`DataLoader(data, lambda b: (b['image'], b['label']), batch_size=64)`."
+        "`tfloop.DataLoader(data, lambda b: (b['image'], b['label']), batch_size=64)`."
     )
 
 
@@ -76,7 +77,8 @@ def as_loss(loss: Any, accumulate: int) -> keras.losses.Loss:
         raise ValueError(
             f"`{NEW}` got the loss {found.name!r} with reduction={found.reduction!r} and "
             f"accumulate={accumulate}, expected a mean over the batch. Windows and epochs take "
-            f"means over samples. Write `keras.losses.{type(found).__name__}(reduction='mean')`."
+            "means over samples. Write "
+            f"`keras.losses.{type(found).__name__}(..., reduction='mean')`."
         )
     return found
 
@@ -93,7 +95,7 @@ def as_rates(lr: Any) -> ModuleLearningRate | ModuleLrScheduler | None:
     if isinstance(lr, keras.optimizers.schedules.LearningRateSchedule):
         raise TypeError(
             f"`{NEW}` got a schedule as lr: got {type(lr).__name__}, expected what counts its "
-            "steps. Wrap it: `Learner(..., lr=tfloop.ModuleLrScheduler(schedule))`."
+            "steps. Wrap it: `tfloop.Learner(..., lr=tfloop.ModuleLrScheduler(schedule))`."
         )
     return ModuleLearningRate(lr)
 
@@ -163,7 +165,9 @@ def check_data(name: str, data: Any, epochs: int) -> None:
       TypeError: It isn't iterable, or holds no batches.
       ValueError: It never ends, or it is an iterator, and there are several epochs.
     """
-    if not isinstance(data, Iterable) or isinstance(data, (Mapping, str)):
+    arrays = (np.ndarray, tf.Tensor)
+    whole = isinstance(data, (tuple, list)) and any(isinstance(part, arrays) for part in data)
+    if not isinstance(data, Iterable) or isinstance(data, (Mapping, str, *arrays)) or whole:
         raise TypeError(
             f"`{FIT}` got {described(data)} as {name}, expected batches. Arrays aren't cut into "
             "batches here. Write `tfloop.DataLoader((x, y), batch_size=64)`."
@@ -225,5 +229,6 @@ def check_parts(model: Any, optim: Any, strategy: Any) -> None:
     if strategy is not None and optim.reduction != "mean":
         raise ValueError(
             f"`{NEW}` got an optimizer with reduction={optim.reduction!r} and a strategy, expected "
-            "'mean': losses are means over samples. Leave it out: `ModuleOptimizer(optimizer)`."
+            "'mean': losses are means over samples. Leave it out: "
+            "`tfloop.ModuleOptimizer(optimizer)`."
         )

@@ -172,7 +172,7 @@ class _Pieces:
             raise TypeError(
                 f"`{_CALL}` needs a function that returns (GradientsParams, outputs): got "
                 f"{described(returned)}. End it with "
-                "`return GradientsParams.from_grads(grads, model), loss`."
+                "`return tfloop.GradientsParams.from_grads(grads, model), loss`."
             )
         grads, outputs = returned[0]._consume(_CALL), returned[1]
         if weight is None:

@@ -90,7 +90,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         if scaler is not None and not isinstance(scaler, LossScaler):
             raise TypeError(
                 f"`{call}` got {described(scaler)} as scaler, expected a LossScaler or None. "
-                "Write `ModuleOptimizer(optimizer, scaler=tfloop.LossScaler())`."
+                "Write `tfloop.ModuleOptimizer(optimizer, scaler=tfloop.LossScaler())`."
             )
         self._strict = strict
         self._reduction = reduction
@@ -101,6 +101,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         self._book: AddressBook | None = None
         self._owner: dict[str, int] = {}
         self._pending: bytes | None = None
+        self._checked_rates: Any = None
         self._version = 0
         counter = {"dtype": tf.int64, "trainable": False}
         self._iterations, self._skipped, self._routing = _traces.eagerly(
@@ -226,11 +227,14 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         if not isinstance(grads, (GradientsParams, GradientsAccumulator)):
             raise TypeError(
                 f"`{STEP}` needs a GradientsParams: got {described(grads)}. Gradients are applied "
-                "by path. Key them: `GradientsParams.from_grads(tape.backward(loss), model)`."
+                "by path. Key them: "
+                "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
         rate = lr if isinstance(lr, ModuleLearningRate) or lr is None else as_rate(lr)
         book = self._prepare(model, STEP)
         _replicas.check_context(STEP, book.variables)
+        if isinstance(rate, ModuleLearningRate):
+            self._check_groups_of(rate, book)
         brought = Contribution(grads, model, book, weight, self._reduction)
         routed = self._routed(brought.grads, book)
         total = brought.reduced([path for *_, share in routed for path in share], book)
@@ -470,6 +474,16 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             if update is not None:
                 shares.setdefault(index, (group, update, {}))[-1][path] = grads[path]
         return list(shares.values())
+
+    def _check_groups_of(self, rate: ModuleLearningRate, book: AddressBook) -> None:
+        """Refuses a group of rates that no parameter is in, most likely misspelt; once for each."""
+        seen = (book, rate.groups)
+        if not self._strict or seen == self._checked_rates:
+            return
+        for group in rate.groups:
+            if not group.select_from(book):
+                raise ValueError(idle_group_of_rates(STEP, group, book))
+        self._checked_rates = seen
 
     def _with_rates(
         self,

@@ -17,8 +17,8 @@ Variable = Any
 
 _MSG_EMPTY = (
     "`{call}` has nothing to look for: got {what}, expected something to match. A list that came "
-    "out empty would match nothing, or everything. Write `{example}`, or `ParamGroup.all()` for "
-    "every parameter."
+    "out empty would match nothing, or everything. Write `{example}`, or "
+    "`tfloop.ParamGroup.all()` for every parameter."
 )
 _MSG_KIND = "`{call}` takes {taken}: got {got}, expected {expected}. {cause}. Write {fix}."
 
@@ -52,7 +52,7 @@ def names(call: str, words: Iterable[Any]) -> tuple[str, ...]:
             raise ValueError(
                 f"`{call}` has an empty word: got {name!r}, expected words with single dots "
                 "between them. Whole words are matched, so dots at the ends aren't needed. Write "
-                f"`ParamGroup.from_name({mended!r})`."
+                f"`tfloop.ParamGroup.from_name({mended!r})`."
             )
     return found
 
@@ -67,7 +67,7 @@ def regex(call: str, pattern: Any) -> tuple[str, ...]:
             f"`{call}` can't read the expression: got {pattern!r}, which has an error at position "
             f"{error.pos} ({error.msg}), expected Python's `re` syntax. A character that is meant "
             "literally needs a backslash. Write "
-            f"`ParamGroup.from_predicate({pattern!r})` to look for this very text."
+            f"`tfloop.ParamGroup.from_predicate({pattern!r})` to look for this very text."
         ) from error
     return found
 
@@ -83,7 +83,7 @@ def function(call: str, predicate: Callable[..., Any]) -> Any:
             f"`{call}` calls the function with two arguments: got "
             f"{_function_name(predicate)}{inspect.signature(predicate)}, expected "
             "fn(path, variable). The variable comes second, even where it isn't needed. Write "
-            "`ParamGroup.from_predicate(lambda path, variable: 'norm' in path)`."
+            "`tfloop.ParamGroup.from_predicate(lambda path, variable: 'norm' in path)`."
         ) from error
     return predicate if isinstance(predicate, Hashable) else id(predicate)
 
@@ -102,7 +102,7 @@ def variables(call: str, values: Any) -> tuple[Variable, ...]:
                     expected="a keras.Variable or a tf.Variable",
                     cause="Paths have constructors of their own",
                     fix="`ParamGroup.from_ids(layer.trainable_variables)` or "
-                    "`ParamGroup.from_path('encoder.kernel')`",
+                    "`tfloop.ParamGroup.from_path('encoder.kernel')`",
                 )
             )
     return tuple(_some(call, found, "ParamGroup.from_ids(layer.trainable_variables)"))
@@ -123,7 +123,7 @@ def layers(call: str, values: Iterable[Any]) -> tuple[Any, ...]:
                     expected="a Keras layer or a tf.Module",
                     cause="Names and variables have constructors of their own",
                     fix="`ParamGroup.from_layers(model.encoder)` or "
-                    "`ParamGroup.from_name('encoder')`",
+                    "`tfloop.ParamGroup.from_name('encoder')`",
                 )
             )
     return tuple(_some(call, found, "ParamGroup.from_layers(model.encoder)"))

@@ -93,7 +93,7 @@ def check_reduction(call: str, reduction: Any) -> None:
         raise ValueError(
             f"`{call}` got reduction={described(reduction)}, expected 'mean', 'sum' or None (for "
             "gradients that are reduced already). A loss that is a mean over each replica's batch "
-            "takes the mean: `ModuleOptimizer(optimizer, reduction='mean')`."
+            "takes the mean: `tfloop.ModuleOptimizer(optimizer, reduction='mean')`."
         )
 
 

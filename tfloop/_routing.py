@@ -71,7 +71,7 @@ def check_clipping(clipping: object, call: str) -> None:
     if clipping is not None and not isinstance(clipping, GradientClipping):
         raise TypeError(
             f"`{call}` got {described(clipping)} as clipping, expected a GradientClipping or None. "
-            "A number doesn't say which norm. Write `GradientClipping.by_global_norm(1.0)`."
+            "A number doesn't say which norm. Write `tfloop.GradientClipping.by_global_norm(1.0)`."
         )
 
 
@@ -100,7 +100,8 @@ def owners(book: AddressBook, groups: Sequence[Group], strict: bool) -> dict[str
         message = (
             f"`ModuleOptimizer.build(model)` found that the group {groups[index].group} "
             f"{_why_idle(book, groups, owner, matched[index], groups[index].group)} or allow it: "
-            f"`ModuleOptimizer(..., strict=False)`.\n{_summary.ownership(book, owner, groups)}"
+            f"`tfloop.ModuleOptimizer(..., strict=False)`.\n"
+            f"{_summary.ownership(book, owner, groups)}"
         )
         if strict:
             raise ValueError(message)

@@ -194,7 +194,7 @@ def _common_length(arrays: Any) -> int:
     if not named:
         raise ValueError(
             "`DataLoader(dataset)` holds no arrays: got an empty structure, expected at least "
-            "one array. Pass `DataLoader((images, labels), batch_size=64)`."
+            "one array. Pass `tfloop.DataLoader((images, labels), batch_size=64)`."
         )
     lengths = {int(tensor.shape[0]) for _, tensor in named}
     if len(lengths) > 1:

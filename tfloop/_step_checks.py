@@ -32,7 +32,7 @@ def as_rate(rate: Any, what: str = "the rate") -> tf.Tensor:
         raise TypeError(
             f"`{STEP}` got the schedule {described(rate)} as rate, expected a number. A schedule "
             "needs a count of steps. Give it to the optimizer (`keras.optimizers.Adam(schedule)` "
-            "and `step(None, ...)`) or step it: `ModuleLrScheduler(schedule).step()`."
+            "and `step(None, ...)`) or step it: `tfloop.ModuleLrScheduler(schedule).step()`."
         )
     if is_number(rate):
         tensor = tf.constant(float(rate), tf.float64)
@@ -53,10 +53,16 @@ def _scalar(rate: Any, what: str) -> tf.Tensor:
     scalar = numeric and tf.TensorShape(rate.shape).rank in (0, None)
     if not scalar or not (dtype.is_floating or dtype.is_integer):
         got = f"shape {tuple(rate.shape)} and dtype {dtype.name}" if numeric else described(rate)
+        if hasattr(rate, "peek"):
+            cause, fix = "A scheduler gives the rates of each step", "scheduler.step()"
+        elif isinstance(rate, str):
+            cause, fix = "A text is no number", "float(lr)"
+        else:
+            cause = "Several rates belong to several groups"
+            fix = "tfloop.ModuleLearningRate(base).with_group(group, lr)"
         raise TypeError(
             f"`{STEP}` got {got} as {what}, expected a number, a scalar tensor or variable, "
-            "a ModuleLearningRate, or None. Several rates belong to several groups. Write "
-            "`ModuleLearningRate(base).with_group(group, lr)`."
+            f"a ModuleLearningRate, or None. {cause}. Write `{fix}`."
         )
     return tf.ensure_shape(tf.convert_to_tensor(rate), ())
 
@@ -104,7 +110,7 @@ def assert_counts(weight: tf.Tensor | None) -> list[tf.Operation]:
     value = tf.get_static_value(weight)
     text = (
         f"`{STEP}` can't take the mean: got weights that sum to 0, expected more. No replica had "
-        "a sample. Skip such a batch: `if len(batch):`."
+        "a sample. Skip such a batch: `if len(labels):`."
     )
     if value is None:
         return [tf.raw_ops.Assert(condition=weight > 0, data=[text])]

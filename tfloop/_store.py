@@ -23,8 +23,7 @@ _RESTORE = "Checkpoint.restore()"
 _DAMAGED = (tf.errors.OpError, RuntimeError, ValueError, LookupError)
 _MSG_DAMAGED = (
     "`{call}` can't read {path!r}: got damaged files, expected those that `save` wrote ({error}). "
-    "A copy was cut short, or the disk failed. Restore another: `checkpoint.restore(path)` with "
-    "one of {others}."
+    "A copy was cut short, or the disk failed. {fix}."
 )
 
 
@@ -137,7 +136,9 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
             for owner, group in places.items()
         }
     except _DAMAGED as error:
-        text = _MSG_DAMAGED.format(call=_RESTORE, path=path, error=error, others=listed(others))
+        fix = f"Restore another: `checkpoint.restore(path)` with one of {listed(others)}"
+        fix = fix if others else "There is no other. Begin again, in another folder"
+        text = _MSG_DAMAGED.format(call=_RESTORE, path=path, error=error, fix=fix)
         raise ValueError(text) from error
     if found != _FORMAT:
         raise ValueError(

@@ -188,7 +188,8 @@ def _why_nothing(wrt: Any, count: int) -> str:
     if wrt is None:
         cause += "or it uses other variables. Compute it inside: "
     else:
-        cause += "or a tensor in `wrt` wasn't watched: `Tape(watch=[x])`. Compute it inside: "
+        cause += "or a tensor in `wrt` wasn't watched: `tfloop.Tape(watch=[x])`. "
+        cause += "Compute it inside: "
     cause += "`with tfloop.Tape() as tape: loss = loss_fn(y, model(x))`."
     return _MSG_NO_GRADIENT.format(call=_BACKWARD, got=f"None for all {count} sources", cause=cause)
 

@@ -260,7 +260,7 @@ class DataLoader(tf.train.experimental.PythonState):
             raise ValueError(
                 f"`DataLoader` can't resume in the middle of an epoch: got a record of {changed}, "
                 f"expected { ({name: mine[name] for name in changed}) }. The loader was changed "
-                "since. Build it as it was: `DataLoader(data, batch_size=..., shuffle=...)`."
+                "since. Build it as it was: `tfloop.DataLoader(data, batch_size=..., shuffle=...)`."
             )
         self._place.go(record["epoch"], record["batch"])
 

@@ -172,7 +172,7 @@ def checked_rate(call: str, name: str, value: Any) -> Any:
             raise ValueError(
                 f"`{call}` has a {name} out of range: got {value!r}, expected a finite number "
                 ">= 0. It may come from a loss that isn't finite; 0 stops a group. Write "
-                "`ModuleLearningRate(1e-3)`."
+                "`tfloop.ModuleLearningRate(1e-3)`."
             )
         return float(value)
     if not isinstance(value, _TENSORS):
@@ -187,13 +187,14 @@ def checked_rate(call: str, name: str, value: Any) -> Any:
     if not (dtype.is_floating or dtype.is_integer):
         raise TypeError(
             f"`{call}` needs a rate: got {name} of dtype {dtype.name}, expected a floating-point "
-            "scalar. Rates are numbers. Write `ModuleLearningRate(1e-3)`."
+            "scalar. Rates are numbers. Write `tfloop.ModuleLearningRate(1e-3)`."
         )
     if shape.rank not in (0, None):
         raise ValueError(
             f"`{call}` needs one rate: got {name} of shape {tuple(shape)}, expected (). Several "
             "rates belong to several groups. Write "
-            "`ModuleLearningRate(1e-3).with_group(ParamGroup.from_name('encoder'), 1e-4)`."
+            "`tfloop.ModuleLearningRate(1e-3)"
+            ".with_group(tfloop.ParamGroup.from_name('encoder'), 1e-4)`."
         )
     return value
 
