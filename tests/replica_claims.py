@@ -88,8 +88,8 @@ def trained(strategy, clipping=None, window=None, updates=20, **options):
         return loss, tf.shape(ids)[0], ids
 
     @tfloop.compile(strategy=strategy)
-    def update(lr):
-        optim.step(lr, view, window)
+    def update():
+        optim.step(0.05, view, window)
 
     losses, begin = [], 0
     for number in range(updates if window is None else 3 * updates):
@@ -100,7 +100,7 @@ def trained(strategy, clipping=None, window=None, updates=20, **options):
         np.testing.assert_array_equal(ids, batch[0])
         losses.append(float(loss))
         if window is not None and number % 3 == 2:
-            update(0.05)
+            update()
             assert_window_is_empty(window)
         begin = (begin + size) % 150
     if strategy is not ONE:

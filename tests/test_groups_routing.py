@@ -480,3 +480,28 @@ def test_a_lenient_optimizer_warns_and_goes_on():
         ModuleOptimizer("sgd", strict=False).with_group(NAME("bias"), "adam").with_group(
             NAME("dense"), "sgd"
         ).build(model)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_misspelt_group_of_rates_raises_before_anything_changes(mode):
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="head")])
+    before = net.layers[0].kernel.numpy()
+
+    def step(optim, rates):
+        ones = {path: tf.ones(v.shape) for path, v in tfloop.named_parameters(net).items()}
+        optim.step(rates, net, tfloop.GradientsParams(ones))
+
+    if mode == "compiled":
+        run = lambda *args: tfloop.compile(lambda: step(*args))()  # noqa: E731
+    else:
+        run = step
+    right = tfloop.ModuleLearningRate(1.0).with_group(ParamGroup.from_name("head"), 0.0)
+    wrong = tfloop.ModuleLearningRate(1.0).with_group(ParamGroup.from_name("haed"), 0.0)
+    optim = ModuleOptimizer("sgd")
+    run(optim, right)
+    with pytest.raises(ValueError, match=r"group from_name\('haed'\) of its rates matches nothing"):
+        run(optim, wrong)
+    np.testing.assert_array_equal(net.layers[0].kernel, before)
+    assert int(optim.iterations) == 1
+    run(ModuleOptimizer("sgd", strict=False), wrong)
+    np.testing.assert_array_equal(net.layers[0].kernel, before - 1.0)

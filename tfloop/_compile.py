@@ -42,7 +42,7 @@ def compile(  # noqa: A001
       strategy: Run the step on every replica of it. The first argument is the batch then: tensors
         with one common leading axis, of which each replica gets its share of rows, or what
         `strategy.experimental_distribute_dataset` yields. The other arguments, and a scalar in its
-        place, are the same for all.
+        place, are the same for all; none is fine, too.
         A step in it weighs each replica by its rows, so that the result is that of one device. What
         replicas return comes back as one: floating scalars as their mean weighted by rows, whole
         scalars as their sum, the rest end to end. A `keras.losses` object gives the mean of a
@@ -228,13 +228,12 @@ class CompiledStep:
         if self._strategy is None:
             with _traces.for_xla(self._jit_compile):
                 return self.python_function(*args, **kwargs)
-        if not args:
+        if kwargs and not args:
             raise TypeError(
                 f"`{self._attribute}(batch)` needs its batch as first argument: got none, expected "
-                "what is spread over the replicas. Pass it by position: `step(batch, lr=lr)`. A "
-                "step that has no batch takes its rate instead: `update(lr)`."
+                "what is spread over the replicas. Pass it by position: `step(batch, lr=lr)`."
             )
-        return _distribution.run(self._strategy, self.python_function, args[0], args[1:], kwargs)
+        return _distribution.run(self._strategy, self.python_function, args, kwargs)
 
     def _traceable(self, fn: Callable[..., Any]) -> Any:
         options = {"jit_compile": True} if self._jit_compile else {}

@@ -41,7 +41,6 @@ def keep_losses_whole() -> None:
 def run(
     strategy: tf.distribute.Strategy,
     fn: Callable[..., Any],
-    batch: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
@@ -49,11 +48,10 @@ def run(
 
     Args:
       strategy: With one replica or many.
-      fn: `fn(part, *args, **kwargs)`.
-      batch: A structure of tensors with one common leading axis: the rows of all replicas, the same
-        on each worker. Or what `strategy.experimental_distribute_dataset` yields, as it is. Scalars
-        alone are no batch, and the same for all.
-      args: The same for all replicas.
+      fn: `fn(part, *others, **kwargs)`.
+      args: First the batch, a structure of tensors with one common leading axis: the rows of all
+        replicas, the same on each worker. Or what `strategy.experimental_distribute_dataset`
+        yields, as it is. Scalars alone are no batch. The others are the same for all replicas.
       kwargs: The same for all replicas.
 
     Returns:
@@ -65,17 +63,16 @@ def run(
       TypeError: The batch has something else than dense tensors, or gradients are returned.
       ValueError: It has no common leading axis.
     """
-    if _has_no_rows(batch):
+    if not args or _has_no_rows(args[0]):
         ones = strategy.experimental_distribute_values_from_function(lambda _: tf.constant(1))
-        outputs = strategy.run(fn, args=(batch, *args), kwargs=kwargs)
-        return _joined(strategy, outputs, ones)
-    parts, rows, total, replicas = _spread(strategy, batch)
+        return _joined(strategy, strategy.run(fn, args=tuple(args), kwargs=kwargs), ones)
+    parts, rows, total, replicas = _spread(strategy, args[0])
 
-    def replica(part: Any, rows: tf.Tensor, args: Any, kwargs: Any) -> Any:
+    def replica(part: Any, rows: tf.Tensor, others: Any, kwargs: Any) -> Any:
         with _replicas.sharing(_replicas.Share(rows, total, replicas)):
-            return fn(part, *args, **kwargs)
+            return fn(part, *others, **kwargs)
 
-    outputs = strategy.run(replica, args=(parts, rows, tuple(args), dict(kwargs)))
+    outputs = strategy.run(replica, args=(parts, rows, tuple(args[1:]), dict(kwargs)))
     return _joined(strategy, outputs, rows)
 
 

@@ -20,7 +20,7 @@ from tfloop._gradients import GradientsParams
 from tfloop._groups import ParamGroup, as_group
 from tfloop._messages import described
 from tfloop._paths import AddressBook, address_book, root_key
-from tfloop._routing import Group, check_clipping, owners
+from tfloop._routing import Group, check_clipping, check_groups_of_rates, owners
 from tfloop._scaling import LossScaler
 from tfloop._sparse import Gradient
 from tfloop._step_checks import STEP, as_rate, assert_current, assert_sound
@@ -480,9 +480,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         seen = (book, rate.groups)
         if not self._strict or seen == self._checked_rates:
             return
-        for group in rate.groups:
-            if not group.select_from(book):
-                raise ValueError(idle_group_of_rates(STEP, group, book))
+        check_groups_of_rates(STEP, rate.groups, book)
         self._checked_rates = seen
 
     def _with_rates(

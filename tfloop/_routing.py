@@ -109,6 +109,23 @@ def owners(book: AddressBook, groups: Sequence[Group], strict: bool) -> dict[str
     return owner
 
 
+def check_groups_of_rates(call: str, groups: Sequence[ParamGroup], book: AddressBook) -> None:
+    """Refuses a group of rates that nothing is in, most likely misspelt.
+
+    Raises:
+      ValueError: A group matches no floating-point variable.
+    """
+    floating = book.floating()
+    for group in groups:
+        bound = group.bind()
+        if not any(bound.matches_any(book.paths_of(path), v) for path, v in floating.items()):
+            raise ValueError(
+                f"`{call}` found that the group {group} of its rates matches nothing: got 0 "
+                f"floating-point variables of {book.description}, expected at least one. "
+                f"{_likely_cause(group, book)} or allow it: `ModuleOptimizer(..., strict=False)`."
+            )
+
+
 def _why_idle(
     book: AddressBook,
     groups: Sequence[Group],
@@ -124,17 +141,19 @@ def _why_idle(
             f"taken by later groups ({', '.join(takers)}), expected at least one left. The last "
             "matching group wins. Declare the narrower group last: `.with_group(narrower, ...)`,"
         )
+    return (
+        f"matches nothing: got 0 floating-point variables of {book.description}, expected at "
+        f"least one. {_likely_cause(group, book)}"
+    )
+
+
+def _likely_cause(group: ParamGroup, book: AddressBook) -> str:
     close = near_misses(group, book.floating())
     if close:
-        cause = f"Did you mean {listed(close)}? Correct it,"
-    elif group.needs_variables:
-        cause = (
+        return f"Did you mean {listed(close)}? Correct it,"
+    if group.needs_variables:
+        return (
             "Its variables or layers belong to another model, or its function says no to all. "
             "Look at the paths: `tfloop.named_parameters(model)`,"
         )
-    else:
-        cause = "Look at the paths: `tfloop.named_parameters(model)`,"
-    return (
-        f"matches nothing: got 0 floating-point variables of {book.description}, expected at "
-        f"least one. {cause}"
-    )
+    return "Look at the paths: `tfloop.named_parameters(model)`,"
