@@ -411,6 +411,11 @@ def claim_a_step_outside_of_replicas_or_under_a_condition_raises(strategy, folde
         with strategy.scope():
             optim.step(1.0, model, grads())
 
+    def keyed():
+        with tfloop.Tape() as tape:
+            loss = model(tf.constant(2.0))
+        return GradientsParams.from_grads(tape.backward(loss), model)
+
     def conditional():
         def on_replica():
             def yes():
@@ -423,6 +428,7 @@ def claim_a_step_outside_of_replicas_or_under_a_condition_raises(strategy, folde
 
     for call, words in (
         (in_scope, "outside of the replicas"),
+        (keyed, "from_grads.*outside of the replicas"),
         (lambda: optim.step(1.0, model, grads()), "outside of the replicas"),
         (lambda: tf.function(lambda: optim.step(1.0, model, grads()))(), "outside of the replic"),
         (conditional, "decide between them in Python"),

@@ -527,6 +527,14 @@ def test_a_changed_byte_of_the_data_raises(two_saves):
         whole[place] ^= 1
 
 
+def test_a_damaged_checkpoint_without_another_says_so(tmp_path):
+    checkpoint = tfloop.Checkpoint(tmp_path, net=dense())
+    data = f"{checkpoint.save(1)}.data-00000-of-00001"
+    os.truncate(data, os.path.getsize(data) // 2)
+    with pytest.raises(ValueError, match="There is no other. Begin again, in another folder"):
+        checkpoint.restore()
+
+
 def test_lost_data_raises(two_saves):
     checkpoint, numbers, paths = two_saves
     os.remove(f"{paths[1]}.data-00000-of-00001")

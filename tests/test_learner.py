@@ -572,3 +572,11 @@ def test_what_fit_refuses(train, options, error, parts):
     learner = tfloop.Learner(net(), grouped(), LOSS)
     with pytest.raises(error, match=message(*parts)):
         learner.fit(train, **options)
+
+
+@pytest.mark.parametrize("data", [(np.ones((4, 2)), np.ones(4)), [tf.ones((4, 2))], np.ones(4)])
+def test_arrays_are_no_batches(data):
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    learner = tfloop.Learner(net, tfloop.ModuleOptimizer("sgd"), "mse", lr=0.1)
+    with pytest.raises(TypeError, match=r"as train, .*Write `tfloop.DataLoader\(\(x, y\), batch"):
+        learner.fit(data, epochs=1)

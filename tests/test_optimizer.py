@@ -511,3 +511,26 @@ def test_a_step_outside_of_the_replicas_is_refused():
     with strategy.scope(), pytest.raises(RuntimeError, match="outside of the replicas: got OneDev"):
         optim.step(0.1, model, scalar_grads())
     assert float(model.w) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        ("1e-3", r"A text is no number. Write `float\(lr\)`"),
+        (
+            tfloop.ModuleLrScheduler(0.1),
+            r"A scheduler gives the rates of each step. Write `scheduler.step\(\)`",
+        ),
+        ([0.1, 0.2], "Several rates belong to several groups. Write `tfloop.ModuleLearningRate"),
+    ],
+)
+def test_what_is_no_rate_is_told_what_to_write(rate, words):
+    model = Scalar()
+    with pytest.raises(TypeError, match=words):
+        ModuleOptimizer("sgd").step(rate, model, scalar_grads())
+    assert float(model.w) == 1.0
+
+
+def test_an_optimizer_that_is_made_in_a_trace_raises():
+    with pytest.raises(ValueError, match="was called in a tf.function: got AdamW in a trace"):
+        tf.function(lambda: ModuleOptimizer(keras.optimizers.AdamW()))()
