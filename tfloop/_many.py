@@ -44,18 +44,25 @@ def drawn(iterator: Iterator[Any], count: int) -> tuple[Any, list[Any]]:
         stack = iterator.stack(count)
         if stack is not None:
             return stack, []
-    batches = []
+    batches, rows = [], []
     for batch in iterator:
-        batches.append(tf.nest.map_structure(_as_tensor, batch))
+        batches.append(batch)
+        rows.append([_as_tensor(leaf) for leaf in tf.nest.flatten(batch)])
         if len(batches) == count:
             break
-    specs = [[(t.shape, t.dtype) for t in tf.nest.flatten(batch)] for batch in batches]
-    if len(batches) < count or any(spec != specs[0] for spec in specs):
-        return None, batches
-    return tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *batches), []
+    alike = all(isinstance(leaf, tf.Tensor) for row in rows for leaf in row)
+    if alike:
+        specs = [[(leaf.shape, leaf.dtype) for leaf in row] for row in rows]
+        alike = all(spec == specs[0] for spec in specs)
+    if len(batches) < count or not alike:
+        made = zip(batches, rows, strict=True)
+        return None, [tf.nest.pack_sequence_as(batch, row) for batch, row in made]
+    stacks = [tf.stack(leaves) for leaves in zip(*rows, strict=True)]
+    return tf.nest.pack_sequence_as(batches[0], stacks), []
 
 
 def _as_tensor(leaf: Any) -> Any:
+    """Arrays as tensors; what else isn't one is left to single calls."""
     return tf.convert_to_tensor(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
 
