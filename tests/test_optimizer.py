@@ -218,7 +218,7 @@ BAD_RATES = {
     "schedule": (
         keras.optimizers.schedules.CosineDecay(0.1, 10),
         TypeError,
-        r"got the schedule 'CosineDecay'.*`ModuleLrScheduler\(schedule\).step\(\)`",
+        r"got the schedule 'CosineDecay'.*`tfloop.ModuleLrScheduler\(schedule\).step\(\)`",
     ),
 }
 
