@@ -26,7 +26,7 @@ except ImportError:
 # Not the type of a tensor made here: the first tensor fixes the devices, see `tfloop.strategy`.
 _EagerTensor: Any = tf.__internal__.EagerTensor
 _WRAPPED = re.compile(r"\{\{function_node __wrapped__[^}]*\}\}")
-_LARGE = 2**18
+_LARGE = 2**17
 """Elements of a tensor from which on operations gain more from running side by side, which the
 short way gives up, than a call costs."""
 
@@ -191,7 +191,7 @@ def _gains(concrete: Any) -> bool:
             return False
         for output in operation.outputs:
             count = output.shape.num_elements()
-            if count is not None and count > _LARGE:
+            if count is not None and count >= _LARGE:
                 return False
     return True
 
