@@ -67,3 +67,25 @@ def test_deterministic_turns_on_deterministic_kernels():
 def test_after_the_import_the_cpu_can_still_be_parted():
     program = "import tfloop; assert tfloop.strategy('cpu:2').num_replicas_in_sync == 2"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("gpu:9", ValueError, "finds too few GPUs: got 0, expected at least 9"),
+        ("tpu", ValueError, "finds no TPU: got ValueError .*`TPU_NAME=local` on a TPU host"),
+        ("multi_worker", ValueError, "needs the hosts: got no TF_CONFIG in the environment"),
+        ("abacus", ValueError, "knows no such devices: got str 'abacus', expected one of 'auto'"),
+        ("tpu:2", ValueError, "knows no such devices: got str 'tpu:2'"),
+        ("cpu:0", ValueError, "takes no such `number`: got 0, expected an int of at least 1"),
+        ("cpu:two", TypeError, "takes no such `number`: got str 'two'"),
+        (2, TypeError, "knows no such devices: got int 2"),
+        ("cpu:3", RuntimeError, "can't part the CPU any more: TensorFlow has already been used"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(monkeypatch, name, error, words):
+    tf.constant(0)  # from here on the devices are fixed
+    for variable in ("TF_CONFIG", "TPU_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(error, match=words):
+        tfloop.strategy(name)
