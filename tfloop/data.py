@@ -206,16 +206,15 @@ class DataLoader(tf.train.experimental.PythonState):
         total = self._source.num_items
         full = 0 if total is None else int(min(total // self._batch_size, self._last))
         full = max(first, full)
-        batches = self._batches(epoch, first)
-        shapes = [spec.shape for spec in tf.nest.flatten(batches.element_spec)]
-        # Rows of different lengths can't be stacked.
-        number = (full - first) // count
-        if not all(shape.rank and shape[1:].is_fully_defined() for shape in shapes):
-            number = 0
         if self._batcher is None:
             stacks = self._source.stacks(epoch, first, full, count, self._workers)
         else:
-            stacks = batches.take(full - first).batch(count, drop_remainder=True)
+            batches = self._batches(epoch, first).take(full - first)
+            stacks = batches.batch(count, drop_remainder=True)
+        shapes = [spec.shape for spec in tf.nest.flatten(stacks.element_spec)]
+        # Rows of different lengths can't be stacked.
+        alike = all((s.rank or 0) > 1 and s[2:].is_fully_defined() for s in shapes)
+        number = (full - first) // count if alike else 0
         return (stacks.prefetch(tf.data.AUTOTUNE) if self._prefetch else stacks), number
 
     def _finished(self, batches: tf.data.Dataset, batcher: Callable[[Any], Any]) -> tf.data.Dataset:
