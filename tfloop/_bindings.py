@@ -25,14 +25,11 @@ class Bindings:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._reads = [read for read in _reads(fn, set()) if _is_followed(read())]
-        self._held = self._now()
+        self._held = [read() for read in self._reads]
 
     def have_changed(self) -> bool:
         """Does a name lead to another object than at first?"""
         return any(read() is not held for read, held in zip(self._reads, self._held, strict=True))
-
-    def _now(self) -> list[Any]:
-        return [read() for read in self._reads]
 
 
 def _is_followed(thing: Any) -> bool:

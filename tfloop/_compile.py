@@ -176,14 +176,11 @@ class CompiledStep:
                 "there would become a part of it. Call it between the steps."
             )
         stack, rest = _many.drawn(iterator, steps)
+        if stack is not None and not tf.config.functions_run_eagerly():
+            self._returned = self._current().launch_many((stack, *args), kwargs)
+            return self._returned
         if stack is not None:
-            program = self._current()
-            if tf.config.functions_run_eagerly():
-                rows = range(steps)
-                rest = [tf.nest.map_structure(lambda t, n=n: t[n], stack) for n in rows]
-            else:
-                self._returned = program.launch_many((stack, *args), kwargs)
-                return self._returned
+            rest = [tf.nest.map_structure(lambda t, n=n: t[n], stack) for n in range(steps)]
         if rest:
             self._returned = _many.joined([self(batch, *args, **kwargs) for batch in rest])
             return self._returned

@@ -536,7 +536,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         else:
             change()
         for path, mean in statistics.items():
-            _replicas.update(strategy, self._book.variables[path], _assign, mean)
+            _replicas.assign(strategy, self._book.variables[path], mean)
 
     def _checks(self, plans: list[tuple[GroupUpdate, list]]) -> list[tf.Operation]:
         """What can only be known when the step runs."""
@@ -579,7 +579,3 @@ def _why_another_root(call: str, ours: AddressBook, theirs: AddressBook) -> str:
 
 def _add(counter: tf.Variable, one: tf.Tensor) -> None:
     counter.assign_add(tf.cast(one, counter.dtype))
-
-
-def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
-    variable.assign(value)

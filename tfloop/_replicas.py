@@ -303,6 +303,11 @@ def update(strategy: Any, variable: Any, fn: Callable[..., None], *values: Any) 
     strategy.extended.update(variable, fn, args=values, group=False)
 
 
+def assign(strategy: Any, variable: Any, value: Any) -> None:
+    """Gives every copy of a variable a value, inside `once`."""
+    update(strategy, variable, lambda component, new: component.assign(new), value)
+
+
 def agreed(strategy: Any, value: Any) -> Any:
     """What all replicas have alike, inside `once`."""
     return strategy.experimental_local_results(value)[0]

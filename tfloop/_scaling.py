@@ -147,8 +147,8 @@ class LossScaler(tf.train.experimental.PythonState):
         steps = tf.where(grown, tf.zeros_like(steps), steps)
         # It neither vanishes nor overflows, whatever the gradients do.
         scale = tf.clip_by_value(self._scale * factor, 2.0**-24, 2.0**120)
-        _replicas.update(strategy, self._scale, _assign, scale)
-        _replicas.update(strategy, self._finite_steps, _assign, steps)
+        _replicas.assign(strategy, self._scale, scale)
+        _replicas.assign(strategy, self._finite_steps, steps)
 
     def __repr__(self) -> str:
         """The present scale, and how it grows."""
@@ -156,10 +156,6 @@ class LossScaler(tf.train.experimental.PythonState):
         if self._growth_interval is None:
             return f"LossScaler.fixed({now})"
         return f"LossScaler({now}, growth_interval={self._growth_interval})"
-
-
-def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
-    variable.assign(value)
 
 
 def _positive(call: str, value: Any) -> float:
