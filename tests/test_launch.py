@@ -253,3 +253,28 @@ def test_training_is_the_same_on_both_ways(short, monkeypatch, jit):
     assert ends[0][0] == ends[1][0]
     for one, other in zip(ends[0][1], ends[1][1], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_clusters_asked_of_tensorflow_are_made(short):
+    step = tfloop.compile(lambda x: x + 1.0)
+    tf.config.optimizer.set_jit(True)
+    try:
+        for _ in range(4):
+            assert float(step(tf.constant(1.0))) == 2.0
+    finally:
+        tf.config.optimizer.set_jit(False)
+    assert short == []
+
+
+def test_the_rate_before_is_not_taken_for_another(short):
+    step = tfloop.compile(lambda x: x)
+    for value in (1.0, 0.0, 2.0, 1.0, 0.5, 1.0):
+        assert float(step(value)) == value
+    keras.config.set_floatx("float64")
+    try:
+        assert step(1.0).dtype == tf.float64
+    finally:
+        keras.config.set_floatx("float32")
+    assert step(1.0).dtype == tf.float32
+    assert step(1).dtype == tf.int32
+    assert len(short) == 5

@@ -24,12 +24,14 @@ class Bindings:
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self._reads = [read for read in _reads(fn, set()) if _is_followed(read())]
-        self._held = [read() for read in self._reads]
+        self._held = [(read, read()) for read in _reads(fn, set()) if _is_followed(read())]
 
     def have_changed(self) -> bool:
         """Does a name lead to another object than at first?"""
-        return any(read() is not held for read, held in zip(self._reads, self._held, strict=True))
+        for read, held in self._held:
+            if read() is not held:
+                return True
+        return False
 
 
 def _is_followed(thing: Any) -> bool:

@@ -134,15 +134,20 @@ class CompiledStep:
         self._returned: Any = None  # by `run`, whose next call may have no step to run
         self._lock = threading.Lock()
 
-    @_traces.not_converted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step."""
-        if not tf.executing_eagerly():
-            # A part of the outer trace, which is watched by its owner or not at all: made anew,
-            # so that the outer one learns what it depends on and checks what it must.
-            args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
-            return self._traceable(self._traced)(*args, **kwargs)
-        return self._current().launch(args, kwargs)
+        if tf.executing_eagerly():
+            return self._current().launch(args, kwargs)
+        return self._as_part(args, kwargs)
+
+    @_traces.not_converted
+    def _as_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Becomes a part of an outer trace, which is watched by its owner or not at all.
+
+        Made anew, so that the outer one learns what it depends on and checks what it must.
+        """
+        args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
+        return self._traceable(self._traced)(*args, **kwargs)
 
     @_traces.not_converted
     def run(self, iterator: Iterator[Any], *args: Any, steps: int, **kwargs: Any) -> Any:
@@ -189,10 +194,13 @@ class CompiledStep:
 
     def _current(self) -> "_Program":
         """The program whose traces are still right."""
+        program = self._program
+        if program is not None and not program.is_stale():
+            return program
         with self._lock:
-            if self._program is None or self._program.is_stale():
+            if self._program is program or self._program is None:
                 self._program = _Program(self)
-            return self._program
+            return self._program  # Another thread may have made it meanwhile.
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
@@ -244,16 +252,18 @@ class _Program:
 
     def __init__(self, step: CompiledStep) -> None:
         self._step = step
-        self._seen: dict[int, tuple[Dependency, object]] = {}
+        self._known: set[int] = set()
+        self._watched: tuple[tuple[Callable[[], object], object], ...] = ()
         self._bindings = Bindings(step.python_function)
         self.launch_many = Launcher(self._function(_many.looped(self._recorded)), self._trace_count)
         self.launch = Launcher(self._function(self._recorded), self._trace_count)
 
     def is_stale(self) -> bool:
         """Has something changed that a trace has read?"""
-        return self._bindings.have_changed() or any(
-            thing.fingerprint() != seen for thing, seen in self._seen.values()
-        )
+        for fingerprint, seen in self._watched:
+            if fingerprint() != seen:
+                return True
+        return self._bindings.have_changed()
 
     def _function(self, fn: Callable[..., Any]) -> Any:
         function = self._step._traceable(fn)
@@ -274,5 +284,7 @@ class _Program:
 
     @_traces.not_converted
     def _note(self, found: dict[int, Dependency]) -> None:
-        # A new dict: another thread may be reading the old one.
-        self._seen = self._seen | {key: (t, t.fingerprint()) for key, t in found.items()}
+        # A new tuple: another thread may be reading the old one.
+        new = {key: thing.fingerprint for key, thing in found.items() if key not in self._known}
+        self._watched = (*self._watched, *[(ask, ask()) for ask in new.values()])
+        self._known |= set(new)

@@ -7,8 +7,10 @@ Where that isn't the same call, it goes the ordinary way. Which way a function t
 its graph and never from a clock, so that runs are alike.
 """
 
+import functools
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import keras
@@ -25,6 +27,10 @@ except ImportError:
 
 # Not the type of a tensor made here: the first tensor fixes the devices, see `tfloop.strategy`.
 _EagerTensor: Any = tf.__internal__.EagerTensor
+# A number and a tuple, which are compared without Python; where TensorFlow hasn't these, the
+# public ones do as well.
+_dtype_of = getattr(_EagerTensor, "_datatype_enum", None) or operator.attrgetter("dtype")
+_shape_of = getattr(_EagerTensor, "_shape_tuple", None) or operator.attrgetter("shape")
 _WRAPPED = re.compile(r"\{\{function_node __wrapped__[^}]*\}\}")
 _LARGE = 2**17
 """Elements of a tensor from which on operations gain more from running side by side, which the
@@ -69,11 +75,13 @@ class Launcher:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function's result."""
-        if _a_tape_is_open() or tf.distribute.has_strategy() or tf.config.functions_run_eagerly():
+        if _a_tape_is_open() or _a_strategy_is_open() or tf.config.functions_run_eagerly():
             return self._ordinary(args, kwargs)
         leaves: list[tf.Tensor] = []
         try:
-            key = self._key(args, leaves), self._key(kwargs, leaves) if kwargs else None
+            key = self._key(args, leaves)
+            if kwargs:
+                key = key, self._key((kwargs,), leaves)
             plan = self._plans[key]
         except _Unknown:
             return self._ordinary(args, kwargs)
@@ -90,29 +98,30 @@ class Launcher:
             _raise_located(error, plan.concrete)
         return plan.pack(outputs)
 
-    def _key(self, thing: Any, leaves: list[tf.Tensor]) -> Any:
+    def _key(self, things: Iterable[Any], leaves: list[tf.Tensor]) -> Any:
         """What decides which trace fits, by value; collects the tensors on the way.
 
         Raises:
           _Unknown: Something else than tensors, numbers, flags and plain containers of these.
         """
-        kind = type(thing)
-        if kind is _EagerTensor:
-            leaves.append(thing)
-            return thing.dtype, thing.shape
-        if kind is float or kind is int:
-            tensor = _as_tensor(thing)
-            if type(tensor) is not _EagerTensor:
+        key: list[Any] = []
+        for thing in things:
+            kind = type(thing)
+            if kind is float or kind is int:
+                thing = _constant(thing, keras.config.floatx())
+                kind = type(thing)
+            if kind is _EagerTensor:
+                leaves.append(thing)
+                key += (_dtype_of(thing), _shape_of(thing))
+            elif kind is tuple or kind is list or _is_namedtuple(thing):
+                key += (kind, self._key(thing, leaves))
+            elif kind is dict:
+                key += (kind, (*thing, self._key(thing.values(), leaves)))
+            elif thing is None or kind is bool or kind is str:
+                key += (kind, thing)
+            else:
                 raise _Unknown
-            leaves.append(tensor)
-            return tensor.dtype, tensor.shape
-        if kind is tuple or kind is list or (isinstance(thing, tuple) and hasattr(kind, "_fields")):
-            return (kind, *[self._key(part, leaves) for part in thing])
-        if kind is dict:
-            return (kind, *[(name, self._key(part, leaves)) for name, part in thing.items()])
-        if thing is None or kind is bool or kind is str:
-            return kind, thing
-        raise _Unknown
+        return tuple(key)
 
     def _ordinary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
@@ -129,6 +138,8 @@ class Launcher:
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan | None:
         """How these arguments lead to a traced function, or `None` for the ordinary way."""
+        if _optimizes_otherwise():
+            return None
         traces = self._trace_count()
         concrete = self._function.get_concrete_function(*args, **kwargs)
         if self._trace_count() != traces or not _gains(concrete):
@@ -139,7 +150,7 @@ class Launcher:
         )
         leaves: list[tf.Tensor] = []
         self._key(args, leaves)
-        self._key(kwargs, leaves)
+        self._key((kwargs,), leaves)
         place = {id(leaf): number for number, leaf in enumerate(leaves)}
         try:
             kind = concrete.function_type
@@ -153,6 +164,16 @@ class Launcher:
             return None
         dtypes = [output.dtype for output in concrete.outputs]
         return _Plan(concrete, order, captured, dtypes, pack)
+
+
+def _a_strategy_is_open() -> bool:
+    # The list at which `has_strategy` looks; an empty one costs it an exception.
+    graph = tf.compat.v1.get_default_graph()
+    return getattr(graph, "_distribution_strategy_stack", True) and tf.distribute.has_strategy()
+
+
+def _is_namedtuple(thing: Any) -> bool:
+    return isinstance(thing, tuple) and hasattr(type(thing), "_fields")
 
 
 def as_argument(leaf: Any) -> Any:
@@ -170,9 +191,20 @@ def _as_tensor(number: Any) -> Any:
     return tf.constant(number, tf.float64 if double else tf.float32)
 
 
+# A rate is most often the same as before.
+_constant = functools.lru_cache(maxsize=64, typed=True)(lambda number, floatx: _as_tensor(number))
+
+
 def _is_number(leaf: Any) -> bool:
     kind = type(leaf)
     return kind is int or kind is float or isinstance(leaf, (np.integer, np.floating))
+
+
+def _optimizes_otherwise() -> bool:
+    """Did the user ask for XLA clusters or the like, of which the short way knows nothing?"""
+    options = tf.config.optimizer.get_experimental_options()
+    asked = [name for name, on in options.items() if on or not name.startswith("disable_")]
+    return bool(asked or tf.config.optimizer.get_jit())
 
 
 def _gains(concrete: Any) -> bool:
@@ -213,7 +245,7 @@ def _packer(structure: Any, numbers: Any) -> Callable[[list[tf.Tensor]], Any]:
         made = {name: _packer(structure[name], numbers) for name in sorted(structure)}
         parts = {name: made[name] for name in structure}
         return lambda outputs: {name: part(outputs) for name, part in parts.items()}
-    if kind in (tuple, list) or (isinstance(structure, tuple) and hasattr(kind, "_fields")):
+    if kind in (tuple, list) or _is_namedtuple(structure):
         packers = [_packer(part, numbers) for part in structure]
         if hasattr(kind, "_fields"):
             return lambda outputs: kind(*[part(outputs) for part in packers])

@@ -53,9 +53,10 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
       skip_nonfinite: Skip updates with a gradient that isn't finite, as a scaler does. The update
         of all groups on all replicas is skipped, and `skipped` counts it.
       strict: Raise for a group that serves no parameter; `False` only warns.
-      fused: Update the small parameters of a group as one vector, through the same rule of Keras,
-        where that rule treats each element alone. State and results are the same; `False` updates
-        each by itself.
+      fused: Where Keras' rule treats each element alone, run it once over all small parameters of
+        a group as one vector; and in a graph on a CPU, let XLA make one pass of it for those of
+        524,288 elements or more. State is the same, and results are to rounding; `False` runs it
+        for each parameter as it is.
 
     Raises:
       TypeError: It isn't an optimizer, not a clipping, or not a scaler.
@@ -370,7 +371,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
         It is asked before each compiled step, so it asks the functions given as rates in turn.
         """
-        return (self._version, *(group.update.refresh() for group in self._groups if group.update))
+        return [self._version, *[group.update.refresh() for group in self._groups if group.update]]
 
     def serialize(self) -> bytes:
         """The state as bytes, for `tf.train.Checkpoint`."""

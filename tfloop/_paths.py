@@ -125,6 +125,9 @@ class AddressBook:
         self._path_of = {variable_id(v): path for path, v in walk.variables.items()}
         self._gates = {path: [*map(weakref.ref, gate)] for path, gate in walk.gates.items()}
         self.layers: Mapping[str, Any] = weakref.WeakValueDictionary(walk.layers)
+        # Read before each compiled step, for which a weak dictionary is slow.
+        flagged = (*walk.layers.values(), *walk.variables.values())
+        self._flagged = [*map(weakref.ref, flagged)]
         self._outermost = [*map(weakref.ref, walk.outermost)]
         self._canonical = walk.aliases
         self._aliases: dict[str, list[str]] = {}
@@ -163,10 +166,10 @@ class AddressBook:
             if variable.trainable or tf_variable(variable).trainable
         }
 
-    def fingerprint(self) -> tuple[bool, ...]:
+    def fingerprint(self) -> list[bool]:
         """Everything about `trainable` that a trace bakes in; cheap enough for every call."""
-        layers = tuple(bool(layer.trainable) for layer in self.layers.values())
-        return layers + tuple(bool(v.trainable) for v in self.variables.values())
+        things = [ref() for ref in self._flagged]
+        return [thing.trainable for thing in things if thing is not None]
 
     def path_of(self, variable: Variable) -> str | None:
         """The canonical path of a variable, or `None` if it isn't the root's."""
