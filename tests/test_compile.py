@@ -478,6 +478,20 @@ def test_a_step_nested_in_a_foreign_function_raises_when_it_is_too_old():
     assert float(model.w) == 2.25
 
 
+def test_a_function_of_ones_own_inside_a_step_raises_when_it_is_too_old():
+    model = Scalar()
+    optim = ModuleOptimizer(keras.optimizers.SGD(1.0))
+    own = tf.function(lambda: one_step(optim, model, None))
+    step = tfloop.compile(lambda: own())
+    for _ in range(4):
+        step()
+    assert float(model.w) == 4.0
+    optim.with_clipping(tfloop.GradientClipping.by_value(0.25))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"`optim.build\(model\)`"):
+        step()
+    assert float(model.w) == 4.0
+
+
 def test_many_steps_are_not_taken_for_one_that_is_traced_again_and_again(caplog):
     def made(number):
         def step(x):

@@ -57,6 +57,23 @@ def test_nothing_is_noted_outside_a_watched_trace():
     assert foreign == [False]
 
 
+def test_only_the_watched_trace_itself_is_checked_before_each_call():
+    found = {}
+
+    def step():
+        found["itself"] = _traces.is_current()
+
+        @tf.function
+        def own():
+            found["a function of the user's"] = _traces.is_current()
+
+        own()
+
+    recorded(step)
+    assert found == {"itself": True, "a function of the user's": False}
+    assert not _traces.is_current()
+
+
 def test_graphs_inside_the_trace_belong_to_it():
     state, inner_states = State(), [State() for _ in range(3)]
 

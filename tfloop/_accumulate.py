@@ -435,7 +435,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         `compile` traces again in time; a `tf.function` of the user's doesn't, also one that a
         compiled step calls.
         """
-        if tf.executing_eagerly():
+        if tf.executing_eagerly() or _traces.is_current():
             return []
         stale = (
             f"`{call}` ran in a tf.function that was traced before a parameter was thawed. A trace "

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
+from tfloop import _traces
 from tfloop._messages import described
 from tfloop.schedulers._base import is_number
 
@@ -64,7 +65,8 @@ def _scalar(rate: Any, what: str) -> tf.Tensor:
             f"`{STEP}` got {got} as {what}, expected a number, a scalar tensor or variable, "
             f"a ModuleLearningRate, or None. {cause}. Write `{fix}`."
         )
-    return tf.ensure_shape(tf.convert_to_tensor(rate), ())
+    tensor = tf.convert_to_tensor(rate)
+    return tensor if tensor.shape.rank == 0 else tf.ensure_shape(tensor, ())
 
 
 def assert_sound(rate: tf.Tensor) -> list[tf.Operation]:
@@ -76,18 +78,19 @@ def assert_sound(rate: tf.Tensor) -> list[tf.Operation]:
         "schedule or a division went wrong, or a loss was not finite. Check it: `tf.print(lr)`. "
         "The rate was:"
     )
-    number = tf.cast(rate, tf.float64)
-    sound = tf.logical_and(tf.math.is_finite(number), number >= 0)
+    number = rate if rate.dtype.is_floating else tf.cast(rate, tf.float64)
+    # The root of a negative number is NaN; small steps feel each operation.
+    sound = tf.math.is_finite(tf.sqrt(number))
     return [tf.raw_ops.Assert(condition=sound, data=[message, number])]
 
 
 def assert_current(version: int, routing: tf.Variable) -> list[tf.Operation]:
     """In a trace, an assertion that the routing is still the one that was traced.
 
-    `compile` traces again in time. This is for a `tf.function` of the user's, also one that a
-    compiled step calls.
+    `compile` traces again in time, and needs none. This is for a `tf.function` of the user's, also
+    one that a compiled step calls.
     """
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() or _traces.is_current():
         return []
     message = (
         f"`{STEP}` ran in a tf.function that is too old: got the routing of its trace, expected "

@@ -53,6 +53,14 @@ def is_recorded() -> bool:
     return bool(_open_recorders())
 
 
+def is_current() -> bool:
+    """Is what is traced now checked by `compile` itself before each of its calls?
+
+    Not what a `tf.function` of the user's traces within: that keeps traces of its own.
+    """
+    return not tf.executing_eagerly() and id(tf.compat.v1.get_default_graph()) in _recorders
+
+
 _JITTED: contextvars.ContextVar[bool] = contextvars.ContextVar("jitted", default=False)
 
 
