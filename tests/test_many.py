@@ -106,6 +106,21 @@ def test_runs_of_any_iterator_are_the_same():
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_batches_that_cannot_be_stacked_run_one_by_one():
+    x, other = tf.constant(X[:4]), tf.constant(X[4:7])
+    step = tfloop.compile(lambda batch: tf.reduce_sum(tf.cast(batch["x"], tf.float32)))
+    for batches in (
+        [{"x": x, "y": x}, {"y": x, "x": other}],  # lengths
+        [{"x": x, "y": x}, {"x": x, "z": x}],  # names
+        [{"x": x}, {"x": x, "y": x}],  # numbers
+        [{"x": x}, {"x": tf.cast(x, tf.float64)}],  # dtypes
+        [{"x": x, "y": "a"}, {"x": x, "y": "b"}],  # texts
+    ):
+        expected = [float(tf.reduce_sum(tf.cast(batch["x"], tf.float32))) for batch in batches]
+        found = step.run(iter(batches), steps=2)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_stacked_and_single_batches_are_one_order():
     mixed, plain = loader(), loader()
     expected = [batch[0].numpy() for batch in plain]

@@ -4,6 +4,7 @@ Drawing from an iterator and looping over a stack; what a step is, and when its 
 is `_compile`'s.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +14,7 @@ import tensorflow as tf
 from tfloop import _traces
 from tfloop._messages import described
 
+_EagerTensor: Any = tf.__internal__.EagerTensor
 _CALL = "compiled_step.run(iterator, *args, steps=K)"
 
 
@@ -44,26 +46,34 @@ def drawn(iterator: Iterator[Any], count: int) -> tuple[Any, list[Any]]:
         stack = iterator.stack(count)
         if stack is not None:
             return stack, []
-    batches, rows = [], []
-    for batch in iterator:
-        batches.append(batch)
-        rows.append([_as_tensor(leaf) for leaf in tf.nest.flatten(batch)])
-        if len(batches) == count:
-            break
-    alike = all(isinstance(leaf, tf.Tensor) for row in rows for leaf in row)
-    if alike:
-        specs = [[(leaf.shape, leaf.dtype) for leaf in row] for row in rows]
-        alike = all(spec == specs[0] for spec in specs)
-    if len(batches) < count or not alike:
-        made = zip(batches, rows, strict=True)
-        return None, [tf.nest.pack_sequence_as(batch, row) for batch, row in made]
-    stacks = [tf.stack(leaves) for leaves in zip(*rows, strict=True)]
-    return tf.nest.pack_sequence_as(batches[0], stacks), []
+    batches = list(itertools.islice(iterator, count))
+    rows = _rows(batches)
+    if len(batches) == count and _are_all(_EagerTensor, *rows):
+        try:
+            if rows is not batches:
+                for batch in batches:
+                    tf.nest.assert_same_structure(batch, batches[0])
+            stacks = [tf.raw_ops.Pack(values=column) for column in zip(*rows, strict=True)]
+            return tf.nest.pack_sequence_as(batches[0], stacks), []
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError):
+            pass  # other structures, lengths or dtypes
+    made = zip(batches, rows, strict=True)
+    return None, [tf.nest.pack_sequence_as(batch, row) for batch, row in made]
+
+
+def _rows(batches: list[Any]) -> list[Any]:
+    """The leaves of each batch, arrays as tensors; what else isn't one is left to single calls."""
+    if _are_all(tuple, batches) and _are_all(_EagerTensor, *batches):
+        return batches  # as most are, and to take 50 of them apart takes as long as a step
+    return [[*map(_as_tensor, tf.nest.flatten(batch))] for batch in batches]
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Arrays as tensors; what else isn't one is left to single calls."""
     return tf.convert_to_tensor(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+
+
+def _are_all(kind: type, *rows: Any) -> bool:
+    return {*map(type, itertools.chain(*rows))} == {kind}
 
 
 # Autograph must go through the inner function to the user's.
