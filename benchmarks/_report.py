@@ -35,7 +35,8 @@ median over the rounds and, in brackets, the quartiles.
 A step whose time goes into large operations (W1, W3) runs at the speed of TensorFlow's kernels,
 whoever wrote the loop: there we can only lose, and the targets say how little. JAX has better
 kernels and cheaper calls on such models, and PyTorch on transformers; no loop closes that gap.
-XLA is an option, never the default: on this kind of CPU it makes convolutions many times slower.
+XLA for a whole step is an option, never the default: on this kind of CPU it makes convolutions many
+times slower. Only the update of large variables on a CPU goes through it by itself.
 Nothing was measured on a GPU or TPU.
 """
 

@@ -533,6 +533,11 @@ BAD_OPTIMIZERS = {
         r"got the class Adam, expected an instance. Make one: `keras.optimizers.Adam\(\)`",
     ),
     "a model": (Words, TypeError, "needs an optimizer: got 'words.*Words"),
+    "a name that Keras doesn't find": (
+        lambda: "lamb",
+        ValueError,
+        r"got 'lamb', .*serialize`\. A class.*Write `keras.optimizers.Lamb\(\)`",
+    ),
     "a misspelt name": (
         lambda: "adamm",
         ValueError,

@@ -32,13 +32,16 @@ def as_keras_optimizer(optimizer: Any, call: str) -> Optimizer:
         try:
             return keras.optimizers.get(optimizer)
         except Exception as error:
-            known = [n.lower() for n, kind in vars(keras.optimizers).items() if _is_kind(kind)]
-            hint = did_you_mean(optimizer, known) if isinstance(optimizer, str) else ""
+            known = {n.lower(): n for n, kind in vars(keras.optimizers).items() if _is_kind(kind)}
+            name = optimizer if isinstance(optimizer, str) else ""
+            # Keras has one or two that it doesn't find by their names.
+            made = known.pop(name.lower(), "Adam")
+            hint = did_you_mean(name, list(known)) if name and made == "Adam" else ""
             raise ValueError(
                 f"`{call}` can't make an optimizer: got {optimizer!r}, expected a name such as "
                 f"'adam', or a config from `keras.optimizers.serialize`.{hint} A class of your own "
                 "must be registered with Keras, or given as an instance. "
-                "Write `keras.optimizers.Adam()`."
+                f"Write `keras.optimizers.{made}()`."
             ) from error
     if isinstance(optimizer, Optimizer):
         return optimizer

@@ -126,7 +126,12 @@ class _Pieces:
         n, held = tf.while_loop(
             lambda n, _: n < whole, body, (tf.constant(0), held), parallel_iterations=1
         )
-        total = held[0], {key: array.concat() for key, array in held[1].items()}
+        joined = {key: array.concat() for key, array in held[1].items()}
+        for key, tensor in joined.items():
+            in_each = rows[key].shape[0]
+            if isinstance(whole, int) and in_each is not None:
+                tensor.set_shape([whole * in_each, *tensor.shape[1:]])
+        total = held[0], joined
         if even:
             return total
         # Cut by the loop's own count, so that the rest waits for its end.

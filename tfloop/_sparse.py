@@ -26,6 +26,11 @@ def is_sparse(grad: Gradient) -> bool:
     return isinstance(grad, tf.IndexedSlices)
 
 
+def has_known_rows(grad: Gradient) -> bool:
+    """Is it dense, or does the trace know how many rows it has?"""
+    return not is_sparse(grad) or grad.values.shape.is_fully_defined()
+
+
 def deduplicate(grad: Gradient) -> Gradient:
     """Sums the rows that have the same number, so that each number occurs once."""
     if not is_sparse(grad):
