@@ -70,10 +70,16 @@ class Fused:
     """
 
     def __init__(self, members: Mapping[str, keras.Variable]) -> None:
-        self.paths = list(members)
-        self._members = [tf_variable(variable) for variable in members.values()]
-        self._shapes = [tuple(variable.shape) for variable in members.values()]
-        self._sizes = [math.prod(shape) for shape in self._shapes]
+        # Those that differ in their first axis alone are joined along it, so that a reshape serves
+        # all of them: in a graph of many small operations it is their number that costs.
+        blocks: dict[Any, list[str]] = {}
+        for path, variable in members.items():
+            blocks.setdefault(tuple(variable.shape[1:]) or path, []).append(path)
+        self._blocks = list(blocks.values())
+        self.paths = [path for block in self._blocks for path in block]
+        self._members = {path: tf_variable(members[path]) for path in self.paths}
+        self._shapes = {path: tuple(members[path].shape) for path in self.paths}
+        self._sizes = [math.prod(shape) for shape in self._shapes.values()]
         starts = np.cumsum([0, *self._sizes[:-1]])
         self._start = dict(zip(self.paths, map(int, starts), strict=True))
         self.target = keras.Variable(self.values(), trainable=True, name="fused", autocast=False)
@@ -84,18 +90,23 @@ class Fused:
 
     def write_back(self, vector: tf.Variable) -> None:
         """Gives each variable its part of the vector."""
-        parts = tf.split(vector, self._sizes)
-        for member, part, shape in zip(self._members, parts, self._shapes, strict=True):
-            member.assign(tf.reshape(part, shape), read_value=False)
+        sizes = [sum(math.prod(self._shapes[path]) for path in block) for block in self._blocks]
+        for block, part in zip(self._blocks, tf.split(vector, sizes), strict=True):
+            shape, rows = self._shapes[block[0]], [self._shapes[path][:1] for path in block]
+            if len(shape) != 1:
+                part = tf.reshape(part, [*map(sum, zip(*rows, strict=True)), *shape[1:]])
+            pieces = [part] if len(block) == 1 else tf.split(part, [n for (n,) in rows])
+            for path, piece in zip(block, pieces, strict=True):
+                self._members[path].assign(piece, read_value=False)
 
     def grad(self, grads: Mapping[str, Gradient]) -> tf.Tensor:
         """The gradients end to end, zeros where there is none."""
         dtype = self.target.dtype
         return self._joined(
-            [
-                _sparse.densify(grads[path]) if path in grads else tf.zeros(size, dtype)
-                for path, size in zip(self.paths, self._sizes, strict=True)
-            ]
+            {
+                path: _sparse.densify(grads[path]) if path in grads else tf.zeros(shape, dtype)
+                for path, shape in self._shapes.items()
+            }
         )
 
     def rate(self, rates: Mapping[str, tf.Tensor]) -> tf.Tensor:
@@ -122,11 +133,15 @@ class Fused:
 
     def slot(self, path: str, slot: tf.Variable) -> "Piece":
         """The part of a slot that belongs to a path."""
-        index = self.paths.index(path)
-        return Piece(slot, self._start[path], self._shapes[index])
+        return Piece(slot, self._start[path], self._shapes[path])
 
-    def _joined(self, tensors: list[Any]) -> tf.Tensor:
-        return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+    def _joined(self, tensors: Mapping[str, Any]) -> tf.Tensor:
+        flat = []
+        for block in self._blocks:
+            parts = [tensors[path] for path in block]
+            joined = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+            flat.append(joined if joined.shape.rank == 1 else tf.reshape(joined, [-1]))
+        return tf.concat(flat, 0)
 
     def _spread(self, scalars: list[tf.Tensor]) -> tf.Tensor:
         return tf.repeat(tf.stack(scalars), self._sizes)
