@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfloop
+from tfloop import _sources
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -597,3 +598,39 @@ def test_a_namedtuple_of_the_batcher_reaches_a_compiled_step():
     step = tfloop.compile(lambda batch: tf.reduce_sum(batch.x * batch.y))
     assert [float(step(batch)) for batch in loader] == [1.0, 13.0, 16.0]
     assert step.trace_count <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": 3}, {"shuffle": 3, "drop_last": True}])
+def test_small_batches_are_those_of_the_pipeline(monkeypatch, options):
+    numbers = np.arange(22)
+    several = (np.arange(44.0).reshape(22, 2), numbers.astype("uint8"))
+    found = []
+    for light in (2**19, 0):
+        monkeypatch.setattr(_sources, "_LIGHT_BYTES", light)
+        batches = []
+        structures = ({"b": numbers, "a": several}, Pair(*several), (numbers,), numbers > 4)
+        for data in (numbers, several, *structures):
+            loader = tfloop.DataLoader(data, batch_size=4, **options)
+            epochs = [list(loader), list(loader.skip(1).take(3))]
+            iterator = iter(loader)
+            epochs.append([next(iterator), next(iterator)])
+            epochs.append(list(loader))  # what was left
+            epochs.append(list(tfloop.DataLoader(data, batch_size=4, **options).as_dataset()))
+            batches.append(epochs)
+        found.append(batches)
+    tf.nest.assert_same_structure(*found)
+    for one, other in zip(*map(tf.nest.flatten, found), strict=True):
+        assert (one.dtype, one.device) == (other.dtype, other.device)
+        np.testing.assert_array_equal(one, other)
+
+
+def test_only_small_batches_of_plain_arrays_are_gathered_in_the_loop():
+    def is_light(data, **options):
+        loader = tfloop.DataLoader(data, batch_size=64, **options)
+        return not isinstance(loader._singles(0, 0), tf.data.Dataset)
+
+    assert is_light(np.zeros((100, 28, 28), "uint8"))
+    assert not is_light(np.zeros((100, 224, 224), "uint8"))
+    assert not is_light(np.array(["a"] * 100))
+    assert not is_light(np.zeros((100, 28, 28)), batcher=lambda x: x)
+    assert not is_light(tf.data.Dataset.range(100))

@@ -15,6 +15,9 @@ import tensorflow as tf
 from tfloop._messages import listed
 
 _SHUFFLE_BYTES = 256 * 2**20
+_LIGHT_BYTES = 2**19
+# What NumPy has, too, without a copy.
+_PLAIN = {tf.bool, tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64}
 _UNKNOWN_ITEM_BYTES = 16 * 2**10
 
 _MSG_NO_SOURCE = (
@@ -38,6 +41,27 @@ class ArraySource:
         self.num_items: int = _common_length(self._arrays)
         self._batch_size, self._drop_last, self._shuffle = batch_size, drop_last, shuffle
         self._makers: dict[int, Any] = {}
+
+    def is_light(self) -> bool:
+        """Does a batch take less time to gather than to get from a thread of `tf.data`?"""
+        arrays = tf.nest.flatten(self._arrays)
+        row = sum(math.prod(array.shape[1:]) * array.dtype.size for array in arrays)
+        plain = all(array.dtype in _PLAIN for array in arrays)
+        return plain and row * self._batch_size <= _LIGHT_BYTES
+
+    def gathered(self, epoch: int, start: int, stop: float) -> Iterator[Any]:
+        """The batches `start` to `stop` of an epoch, each gathered when it is asked for."""
+        size, order = self._batch_size, self._order(epoch)
+        count = self.num_items // size if self._drop_last else -(-self.num_items // size)
+        arrays = [np.asarray(array) for array in tf.nest.flatten(self._arrays)]  # no copies
+        rows = None if order is None else np.asarray(order)
+        is_flat = type(self._arrays) is tuple and len(self._arrays) == len(arrays)
+        for number in range(start, int(min(stop, count))):
+            window = slice(number * size, (number + 1) * size)
+            found = [a[window] if rows is None else a.take(rows[window], axis=0) for a in arrays]
+            with tf.device("CPU:0"):  # as `tf.data` gives them
+                leaves = tuple(map(tf.constant, found))
+            yield leaves if is_flat else tf.nest.pack_sequence_as(self._arrays, leaves)
 
     def batches(self, epoch: int, start: int, stop: float, workers: dict[str, Any]) -> Any:
         """The batches `start` to `stop` of an epoch, as a `tf.data.Dataset`."""

@@ -7,14 +7,14 @@ batcher and hands out batches. Nothing here knows models or gradients.
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfloop._arguments import whole_number
 from tfloop._messages import described
-from tfloop._sources import source_of
+from tfloop._sources import ArraySource, source_of
 
 _MSG_TRACED = (
     "`iter(loader)` was called inside a `tf.function`: got a graph being traced, expected eager "
@@ -34,9 +34,10 @@ class DataLoader(tf.train.experimental.PythonState):
     neither `num_workers`, nor the global seed, nor earlier epochs have a say.
 
     Arrays are copied once into host memory; row numbers are shuffled, and a batch is gathered
-    whole. A `tf.data.Dataset` of single items is shuffled through a buffer: as large as the
-    data where the length is known and 256 MiB hold it, else as many items as these hold (an
-    item of unknown size counts as 16 KiB), and then the shuffle is only local.
+    whole: when it is asked for, if it is small and has no batcher, else ahead of the loop. A
+    `tf.data.Dataset` of single items is shuffled through a buffer: as large as the data where the
+    length is known and 256 MiB hold it, else as many items as these hold (an item of unknown size
+    counts as 16 KiB), and then the shuffle is only local.
 
     A loader is trackable: in a `tf.train.Checkpoint` it saves its epoch and how many of the
     epoch's batches were handed out, and after a restore the next `iter()` gives the batches
@@ -183,7 +184,7 @@ class DataLoader(tf.train.experimental.PythonState):
         """
         if not tf.executing_eagerly():
             raise RuntimeError(_MSG_TRACED)
-        return _Epoch(self._place, self._first, self._batches, self._stacks)
+        return _Epoch(self._place, self._first, self._singles, self._stacks)
 
     def as_dataset(self) -> tf.data.Dataset:
         """The next epoch as a `tf.data.Dataset` of batches, for `fit`, a strategy or a graph.
@@ -193,6 +194,13 @@ class DataLoader(tf.train.experimental.PythonState):
         """
         self._place.begin()
         return self._batches(self._place.epoch, max(self._first, self._place.batch))
+
+    def _singles(self, epoch: int, first: int) -> Iterable[Any]:
+        """The same as `_batches`, by the shortest way."""
+        source = self._source
+        if self._batcher is None and isinstance(source, ArraySource) and source.is_light():
+            return source.gathered(epoch, first, max(first, self._last))
+        return self._batches(epoch, first)
 
     def _batches(self, epoch: int, first: int) -> tf.data.Dataset:
         """The batches of an epoch from `first` on, counted from the epoch's start."""
@@ -312,7 +320,7 @@ class _Place:
 class _Epoch:
     """The iterator of one epoch: hands out batches and keeps the loader's place.
 
-    Batches come one by one or stacked. Each way has a pipeline of its own, made when it is first
+    Batches come one by one or stacked. Each way has a source of its own, made when it is first
     used; a change from one to the other makes it anew from the present place.
     """
 
@@ -320,7 +328,7 @@ class _Epoch:
         self,
         place: _Place,
         first: int,
-        batches: Callable[[int, int], tf.data.Dataset],
+        batches: Callable[[int, int], Iterable[Any]],
         stacks: Callable[[int, int, int], tuple[tf.data.Dataset, int]],
     ) -> None:
         self._place = place
@@ -328,7 +336,7 @@ class _Epoch:
         self._epoch, self._next = place.epoch, max(first, place.batch)
         self._make_batches, self._make_stacks = batches, stacks
         # Made here, so that a mistake in the batcher shows at once.
-        self._dataset = batches(self._epoch, self._next)
+        self._left = batches(self._epoch, self._next)
         self._batches: Iterator[Any] | None = None
         self._stacks: Iterator[Any] | None = None
         self._stack_size = self._stacks_left = 0
@@ -339,9 +347,9 @@ class _Epoch:
     def __next__(self) -> Any:
         if self._batches is None:
             if self._stack_size:
-                self._dataset = self._make_batches(self._epoch, self._next)
+                self._left = self._make_batches(self._epoch, self._next)
                 self._stack_size = 0
-            self._batches = iter(self._dataset)
+            self._batches = iter(self._left)
         try:
             batch = self._drawn(self._batches)
         except StopIteration:
