@@ -615,6 +615,8 @@ def test_small_batches_are_those_of_the_pipeline(monkeypatch, options):
             iterator = iter(loader)
             epochs.append([next(iterator), next(iterator)])
             epochs.append(list(loader))  # what was left
+            iterator = iter(loader)
+            epochs.append([next(iterator), iterator.stack(2), iterator.stack(2), *iterator])
             epochs.append(list(tfloop.DataLoader(data, batch_size=4, **options).as_dataset()))
             batches.append(epochs)
         found.append(batches)

@@ -42,23 +42,26 @@ class ArraySource:
         self._batch_size, self._drop_last, self._shuffle = batch_size, drop_last, shuffle
         self._makers: dict[int, Any] = {}
 
-    def is_light(self) -> bool:
-        """Does a batch take less time to gather than to get from a thread of `tf.data`?"""
+    def is_light(self, count: int) -> bool:
+        """Do so many batches take less time to gather than to get from a thread of `tf.data`?"""
         arrays = tf.nest.flatten(self._arrays)
         row = sum(math.prod(array.shape[1:]) * array.dtype.size for array in arrays)
         plain = all(array.dtype in _PLAIN for array in arrays)
-        return plain and row * self._batch_size <= _LIGHT_BYTES
+        return plain and count * row * self._batch_size <= _LIGHT_BYTES
 
-    def gathered(self, epoch: int, start: int, stop: float) -> Iterator[Any]:
-        """The batches `start` to `stop` of an epoch, each gathered when it is asked for."""
+    def gathered(self, epoch: int, start: int, stop: float, count: int = 0) -> Iterator[Any]:
+        """As `batches`, or `stacks` of `count`, each gathered when it is asked for."""
         size, order = self._batch_size, self._order(epoch)
-        count = self.num_items // size if self._drop_last else -(-self.num_items // size)
+        there = self.num_items // size if self._drop_last or count else -(-self.num_items // size)
         arrays = [np.asarray(array) for array in tf.nest.flatten(self._arrays)]  # no copies
         rows = None if order is None else np.asarray(order)
         is_flat = type(self._arrays) is tuple and len(self._arrays) == len(arrays)
-        for number in range(start, int(min(stop, count))):
-            window = slice(number * size, (number + 1) * size)
+        together = max(count, 1)
+        for first in range(start, int(min(stop, there)) - together + 1, together):
+            window = slice(first * size, (first + together) * size)
             found = [a[window] if rows is None else a.take(rows[window], axis=0) for a in arrays]
+            if count:
+                found = [part.reshape(count, size, *part.shape[1:]) for part in found]
             with tf.device("CPU:0"):  # as `tf.data` gives them
                 leaves = tuple(map(tf.constant, found))
             yield leaves if is_flat else tf.nest.pack_sequence_as(self._arrays, leaves)

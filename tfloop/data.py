@@ -197,10 +197,17 @@ class DataLoader(tf.train.experimental.PythonState):
 
     def _singles(self, epoch: int, first: int) -> Iterable[Any]:
         """The same as `_batches`, by the shortest way."""
-        source = self._source
-        if self._batcher is None and isinstance(source, ArraySource) and source.is_light():
-            return source.gathered(epoch, first, max(first, self._last))
+        light = self._light_source(1)
+        if light is not None:
+            return light.gathered(epoch, first, max(first, self._last))
         return self._batches(epoch, first)
+
+    def _light_source(self, count: int) -> ArraySource | None:
+        """The source, if so many of its batches are best gathered in the loop's own thread."""
+        source = self._source
+        if self._batcher is None and isinstance(source, ArraySource) and source.is_light(count):
+            return source
+        return None
 
     def _batches(self, epoch: int, first: int) -> tf.data.Dataset:
         """The batches of an epoch from `first` on, counted from the epoch's start."""
@@ -209,11 +216,14 @@ class DataLoader(tf.train.experimental.PythonState):
             batches = self._finished(batches, self._batcher)
         return batches.prefetch(tf.data.AUTOTUNE) if self._prefetch else batches
 
-    def _stacks(self, epoch: int, first: int, count: int) -> tuple[tf.data.Dataset, int]:
+    def _stacks(self, epoch: int, first: int, count: int) -> tuple[Iterable[Any], int]:
         """Stacks of `count` full batches from `first` on, and how many there are."""
         total = self._source.num_items
         full = 0 if total is None else int(min(total // self._batch_size, self._last))
         full = max(first, full)
+        light = self._light_source(count)
+        if light is not None:
+            return light.gathered(epoch, first, full, count), (full - first) // count
         if self._batcher is None:
             stacks = self._source.stacks(epoch, first, full, count, self._workers)
         else:
@@ -329,7 +339,7 @@ class _Epoch:
         place: _Place,
         first: int,
         batches: Callable[[int, int], Iterable[Any]],
-        stacks: Callable[[int, int, int], tuple[tf.data.Dataset, int]],
+        stacks: Callable[[int, int, int], tuple[Iterable[Any], int]],
     ) -> None:
         self._place = place
         self._reader = place.begin()
