@@ -5,6 +5,7 @@ makes it stale, and this room sees that. Numbers and plain values aren't followe
 arguments.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,17 +44,17 @@ def _reads(fn: Any, known: set[int]) -> Iterator[Read]:
     if inspect.ismethod(fn):
         owner = fn.__self__
         for name in vars(owner) if hasattr(owner, "__dict__") else ():
-            yield lambda name=name: vars(owner).get(name)  # type: ignore[misc]
+            yield functools.partial(vars(owner).get, name)
         fn = fn.__func__
     if not inspect.isfunction(fn) or id(fn) in known:
         return
     known.add(id(fn))
     for cell in fn.__closure__ or ():
-        yield lambda cell=cell: _content(cell)  # type: ignore[misc]
+        yield functools.partial(_content, cell)
         yield from _reads_of_helper(fn, _content(cell), known)
     for name in fn.__code__.co_names:
         if name in fn.__globals__:
-            yield lambda name=name: fn.__globals__.get(name)  # type: ignore[misc]
+            yield functools.partial(fn.__globals__.get, name)
             yield from _reads_of_helper(fn, fn.__globals__[name], known)
 
 

@@ -25,6 +25,10 @@ except ImportError:
         return True
 
 
+# Found once: the way to them through TensorFlow's modules is longer than they are.
+_functions_run_eagerly = tf.config.functions_run_eagerly
+_default_graph = tf.compat.v1.get_default_graph
+_floatx = keras.config.floatx
 # Not the type of a tensor made here: the first tensor fixes the devices, see `tfloop.strategy`.
 _EagerTensor: Any = tf.__internal__.EagerTensor
 # A number and a tuple, which are compared without Python; where TensorFlow hasn't these, the
@@ -75,7 +79,7 @@ class Launcher:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function's result."""
-        if _a_tape_is_open() or _a_strategy_is_open() or tf.config.functions_run_eagerly():
+        if _a_tape_is_open() or _a_strategy_is_open() or _functions_run_eagerly():
             return self._ordinary(args, kwargs)
         leaves: list[tf.Tensor] = []
         try:
@@ -108,7 +112,7 @@ class Launcher:
         for thing in things:
             kind = type(thing)
             if kind is float or kind is int:
-                thing = _constant(thing, keras.config.floatx())
+                thing = _constant(thing, _floatx())
                 kind = type(thing)
             if kind is _EagerTensor:
                 leaves.append(thing)
@@ -168,7 +172,7 @@ class Launcher:
 
 def _a_strategy_is_open() -> bool:
     # The list at which `has_strategy` looks; an empty one costs it an exception.
-    graph = tf.compat.v1.get_default_graph()
+    graph = _default_graph()
     return getattr(graph, "_distribution_strategy_stack", True) and tf.distribute.has_strategy()
 
 
