@@ -144,7 +144,9 @@ class Fused:
         return tf.concat(flat, 0)
 
     def _spread(self, scalars: list[tf.Tensor]) -> tf.Tensor:
-        return tf.repeat(tf.stack(scalars), self._sizes)
+        # `tf.repeat` would make a mask of all variables times the largest.
+        which = np.repeat(np.arange(len(scalars), dtype=np.int32), self._sizes)
+        return tf.gather(tf.stack(scalars), which)
 
 
 class Piece:

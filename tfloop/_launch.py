@@ -36,9 +36,9 @@ _EagerTensor: Any = tf.__internal__.EagerTensor
 _dtype_of = getattr(_EagerTensor, "_datatype_enum", None) or operator.attrgetter("dtype")
 _shape_of = getattr(_EagerTensor, "_shape_tuple", None) or operator.attrgetter("shape")
 _WRAPPED = re.compile(r"\{\{function_node __wrapped__[^}]*\}\}")
-_LARGE = 2**17
-"""Elements of a tensor from which on operations gain more from running side by side, which the
-short way gives up, than a call costs."""
+_LARGE, _SEVERAL = 2**17, 4
+"""Elements of a tensor, and how many tensors of so many, from which on operations gain more from
+running side by side, which the short way gives up, than a call costs."""
 
 
 class _Unknown(Exception):
@@ -214,7 +214,7 @@ def _optimizes_otherwise() -> bool:
 def _gains(concrete: Any) -> bool:
     """Can it go the short way, and is a call dear beside what it computes?
 
-    Convolutions and large tensors say no.
+    Convolutions and several large tensors say no.
     """
     if concrete.graph.deferred_external_captures:
         return False  # They are looked up anew at each call.
@@ -222,14 +222,10 @@ def _gains(concrete: Any) -> bool:
     devices = {held.device for held in concrete.captured_inputs if held.dtype == tf.resource}
     if len(devices) > 1 or len({op.device for op in operations if op.device}) > 1:
         return False  # Only `tf.function` knows how to start what spans devices.
-    for operation in operations:
-        if "Conv" in operation.type:
-            return False
-        for output in operation.outputs:
-            count = output.shape.num_elements()
-            if count is not None and count >= _LARGE:
-                return False
-    return True
+    if any("Conv" in operation.type for operation in operations):
+        return False
+    sizes = [out.shape.num_elements() or 0 for op in operations for out in op.outputs]
+    return sum(size >= _LARGE for size in sizes) <= _SEVERAL
 
 
 def _packer(structure: Any, numbers: Any) -> Callable[[list[tf.Tensor]], Any]:
