@@ -92,10 +92,12 @@ class Fused:
         """Gives each variable its part of the vector."""
         sizes = [sum(math.prod(self._shapes[path]) for path in block) for block in self._blocks]
         for block, part in zip(self._blocks, tf.split(vector, sizes), strict=True):
-            shape, rows = self._shapes[block[0]], [self._shapes[path][:1] for path in block]
-            if len(shape) != 1:
-                part = tf.reshape(part, [*map(sum, zip(*rows, strict=True)), *shape[1:]])
-            pieces = [part] if len(block) == 1 else tf.split(part, [n for (n,) in rows])
+            shapes = [self._shapes[path] for path in block]
+            if len(block) > 1:
+                rows = [shape[0] for shape in shapes]
+                pieces = tf.split(tf.reshape(part, [sum(rows), *shapes[0][1:]]), rows)
+            else:
+                pieces = [part if len(shapes[0]) == 1 else tf.reshape(part, shapes[0])]
             for path, piece in zip(block, pieces, strict=True):
                 self._members[path].assign(piece, read_value=False)
 

@@ -284,7 +284,8 @@ class _Program:
 
     @_traces.not_converted
     def _note(self, found: dict[int, Dependency]) -> None:
-        # A new tuple: another thread may be reading the old one.
-        new = {key: thing.fingerprint for key, thing in found.items() if key not in self._known}
-        self._watched = (*self._watched, *[(ask, ask()) for ask in new.values()])
-        self._known |= set(new)
+        with self._step._lock:
+            new = {key: thing.fingerprint for key, thing in found.items() if key not in self._known}
+            # A new tuple: another thread may be reading the old one.
+            self._watched = (*self._watched, *[(ask, ask()) for ask in new.values()])
+            self._known |= set(new)
