@@ -104,7 +104,7 @@ def test_a_window_updates_what_it_has_a_gradient_of(all_are_large):
 def test_only_large_variables_of_rules_that_gain_go_this_way():
     if _update._LARGE == 2**62:
         pytest.skip("every fast path is off")
-    large, small = tf.Variable(tf.zeros((2**20,))), tf.Variable(tf.zeros((2**19,)))
+    large, small = tf.Variable(tf.zeros((3 * 2**20,))), tf.Variable(tf.zeros((2**21,)))
     grads = {"large": tf.ones_like(large), "small": tf.ones_like(small)}
 
     def functions(optimizer, **options):

@@ -55,7 +55,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
       strict: Raise for a group that serves no parameter; `False` only warns.
       fused: Where Keras' rule treats each element alone, run it once over all small parameters of
         a group as one vector; and in a graph on a CPU, let XLA make one pass of it for those of
-        1,048,576 elements or more. State is the same, and results are to rounding; `False` runs it
+        3,145,728 elements or more. State is the same, and results are to rounding; `False` runs it
         for each parameter as it is.
 
     Raises:
