@@ -565,7 +565,7 @@ LAUNCHER = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # A shell's background job is started without it.
 if os.isatty(0):
-    os.close(os.open(os.ttyname(0), os.O_RDWR))  # Makes it this session's terminal.
+    os.close(os.open(os.ttyname(0), os.O_RDWR))  # Makes it the controlling terminal.
 os.execv(sys.executable, [sys.executable, "-m", "tfloop.examples.mnist", *sys.argv[1:]])
 """
 

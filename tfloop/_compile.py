@@ -252,7 +252,6 @@ class _Program:
 
     def __init__(self, step: CompiledStep) -> None:
         self._step = step
-        self._known: set[int] = set()
         self._watched: tuple[tuple[Callable[[], object], object], ...] = ()
         self._bindings = Bindings(step.python_function)
         self.launch_many = Launcher(self._function(_many.looped(self._recorded)), self._trace_count)
@@ -285,7 +284,7 @@ class _Program:
     @_traces.not_converted
     def _note(self, found: dict[int, Dependency]) -> None:
         with self._step._lock:
-            new = {key: thing.fingerprint for key, thing in found.items() if key not in self._known}
+            known = [ask for ask, _ in self._watched]
+            asks = [thing.fingerprint for thing in found.values()]
             # A new tuple: another thread may be reading the old one.
-            self._watched = (*self._watched, *[(ask, ask()) for ask in new.values()])
-            self._known |= set(new)
+            self._watched += tuple((ask, ask()) for ask in asks if ask not in known)

@@ -30,11 +30,11 @@ _functions_run_eagerly = tf.config.functions_run_eagerly
 _default_graph = tf.compat.v1.get_default_graph
 _floatx = keras.config.floatx
 # Not the type of a tensor made here: the first tensor fixes the devices, see `tfloop.strategy`.
-_EagerTensor: Any = tf.__internal__.EagerTensor
+EagerTensor: Any = tf.__internal__.EagerTensor
 # A number and a tuple, which are compared without Python; where TensorFlow hasn't these, the
 # public ones do as well.
-_dtype_of = getattr(_EagerTensor, "_datatype_enum", None) or operator.attrgetter("dtype")
-_shape_of = getattr(_EagerTensor, "_shape_tuple", None) or operator.attrgetter("shape")
+_dtype_of = getattr(EagerTensor, "_datatype_enum", None) or operator.attrgetter("dtype")
+_shape_of = getattr(EagerTensor, "_shape_tuple", None) or operator.attrgetter("shape")
 _WRAPPED = re.compile(r"\{\{function_node __wrapped__[^}]*\}\}")
 _LARGE, _SEVERAL = 2**17, 4
 """Elements of a tensor, and how many tensors of so many, from which on operations gain more from
@@ -114,7 +114,7 @@ class Launcher:
             if kind is float or kind is int:
                 thing = _constant(thing, _floatx())
                 kind = type(thing)
-            if kind is _EagerTensor:
+            if kind is EagerTensor:
                 leaves.append(thing)
                 key += (_dtype_of(thing), _shape_of(thing))
             elif kind is tuple or kind is list or _is_namedtuple(thing):

@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfloop import _traces
+from tfloop._launch import EagerTensor
 from tfloop._messages import described
 
-_EagerTensor: Any = tf.__internal__.EagerTensor
 _CALL = "compiled_step.run(iterator, *args, steps=K)"
 
 
@@ -48,7 +48,7 @@ def drawn(iterator: Iterator[Any], count: int) -> tuple[Any, list[Any]]:
             return stack, []
     batches = list(itertools.islice(iterator, count))
     rows = _rows(batches)
-    if len(batches) == count and _are_all(_EagerTensor, *rows):
+    if len(batches) == count and _are_all(EagerTensor, *rows):
         try:
             if rows is not batches:
                 for batch in batches:
@@ -63,7 +63,7 @@ def drawn(iterator: Iterator[Any], count: int) -> tuple[Any, list[Any]]:
 
 def _rows(batches: list[Any]) -> list[Any]:
     """The leaves of each batch, arrays as tensors; what else isn't one is left to single calls."""
-    if _are_all(tuple, batches) and _are_all(_EagerTensor, *batches):
+    if _are_all(tuple, batches) and _are_all(EagerTensor, *batches):
         return batches  # as most are, and to take 50 of them apart takes as long as a step
     return [[*map(_as_tensor, tf.nest.flatten(batch))] for batch in batches]
 

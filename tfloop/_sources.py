@@ -40,6 +40,8 @@ class ArraySource:
             self._arrays = _tensors(arrays, "")
         self.num_items: int = _common_length(self._arrays)
         self._batch_size, self._drop_last, self._shuffle = batch_size, drop_last, shuffle
+        size = batch_size
+        self._num_batches = self.num_items // size if drop_last else -(-self.num_items // size)
         self._makers: dict[int, Any] = {}
 
     def is_light(self, count: int) -> bool:
@@ -52,14 +54,13 @@ class ArraySource:
     def gathered(self, epoch: int, start: int, stop: float, count: int = 0) -> Iterator[Any]:
         """As `batches`, or `stacks` of `count`, each gathered when it is asked for."""
         size, order = self._batch_size, self._order(epoch)
-        there = self.num_items // size if self._drop_last or count else -(-self.num_items // size)
+        last = int(min(stop, self._num_batches))
         arrays = [np.asarray(array) for array in tf.nest.flatten(self._arrays)]  # no copies
-        rows = None if order is None else np.asarray(order)
         is_flat = type(self._arrays) is tuple and len(self._arrays) == len(arrays)
         together = max(count, 1)
-        for first in range(start, int(min(stop, there)) - together + 1, together):
+        for first in range(start, last - together + 1, together):
             window = slice(first * size, (first + together) * size)
-            found = [a[window] if rows is None else a.take(rows[window], axis=0) for a in arrays]
+            found = [a[window] if order is None else a.take(order[window], axis=0) for a in arrays]
             if count:
                 found = [part.reshape(count, size, *part.shape[1:]) for part in found]
             with tf.device("CPU:0"):  # as `tf.data` gives them
@@ -68,9 +69,7 @@ class ArraySource:
 
     def batches(self, epoch: int, start: int, stop: float, workers: dict[str, Any]) -> Any:
         """The batches `start` to `stop` of an epoch, as a `tf.data.Dataset`."""
-        size = self._batch_size
-        count = self.num_items // size if self._drop_last else -(-self.num_items // size)
-        return self._dataset(0, epoch, start, int(min(stop, count)), workers)
+        return self._dataset(0, epoch, start, int(min(stop, self._num_batches)), workers)
 
     def stacks(
         self, epoch: int, start: int, stop: int, count: int, workers: dict[str, Any]
@@ -87,7 +86,10 @@ class ArraySource:
             make = functools.partial(self._mapped, count, workers)
             self._makers[count] = tf.function(make, autograph=False)
         bounds = [tf.constant(number, tf.int64) for number in (start, stop)]
-        return self._makers[count](self._order(epoch), *bounds)
+        order = self._order(epoch)
+        with tf.device("CPU:0"):
+            rows = None if order is None else tf.constant(order)
+        return self._makers[count](rows, *bounds)
 
     def _mapped(self, count: int, workers: Any, order: Any, start: Any, stop: Any) -> Any:
         """Batches, or stacks of `count` of them."""
@@ -110,12 +112,11 @@ class ArraySource:
         numbers = tf.data.Dataset.range(start, stop - (together - 1), together)
         return numbers.map(rows, **workers)
 
-    def _order(self, epoch: int) -> tf.Tensor | None:
+    def _order(self, epoch: int) -> np.ndarray | None:
         if self._shuffle is None:
             return None
         generator = np.random.Generator(np.random.PCG64([self._shuffle, epoch]))
-        with tf.device("CPU:0"):
-            return tf.constant(generator.permutation(self.num_items))
+        return generator.permutation(self.num_items)
 
 
 class DatasetSource:

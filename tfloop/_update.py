@@ -240,14 +240,15 @@ class GroupUpdate:
     def _readied(self, cell: Cell, grads: dict[str, Gradient]) -> Gradient:
         """A cell's gradient as its rule takes it."""
         grad = cell.grad(grads)
-        if self._is_for_xla(cell) and _sparse.has_known_rows(grad):
-            prepared = grad  # Rows are summed on the way; XLA compiles once for a number of them.
-        elif _takes_rows(self.state.optimizer) and not self._is_for_xla(cell):
-            prepared = _sparse.deduplicate(grad)
-        else:
-            prepared = _sparse.densify(grad)
+        if not self._is_for_xla(cell):
+            takes_rows = _takes_rows(self.state.optimizer)
+            grad = _sparse.deduplicate(grad) if takes_rows else _sparse.densify(grad)
+        elif not _sparse.has_known_rows(grad):
+            grad = _sparse.densify(
+                grad
+            )  # XLA sums rows, too, but compiles for each number of them.
         # Repeated rows are summed before a 16-bit dtype would round each of them.
-        return _sparse.cast(prepared, tf.as_dtype(cell.target.dtype))
+        return _sparse.cast(grad, tf.as_dtype(cell.target.dtype))
 
     def _is_for_xla(self, cell: Cell) -> bool:
         """Is it worth while, and safe, to let XLA compile the rule for this cell alone?
