@@ -1,67 +1,334 @@
-"""What a step finds by name outside of itself: models, optimizers and the like that it uses.
+"""What a step finds by name outside of itself, and whether a name leads elsewhere since.
 
-A trace keeps the objects that it was made with. A name that means another optimizer since then
-makes it stale, and this room sees that. Numbers and plain values aren't followed: these are
-arguments.
+A trace keeps what it was made with. Python finds things by name each time: globals, cells of
+closures, attributes of objects, elements of containers; through helpers, methods, partials and
+callable objects. This room reads the names from the code, goes where they lead, and sees when
+one leads to something else. It asks by identity, and of plain values whether they are equal.
+
+Not followed is what the code writes itself, as far as these are numbers and tensors (a count, the
+last activations); code of libraries; and what no name in the code tells, such as a name that is
+put together when the step runs.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import operator
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfloop._graphs import is_model
+from tfloop import _code
+from tfloop._graphs import is_model, is_variable, unwrap
 
-Read = Callable[[], Any]
+_OPAQUE = {"builtins", "keras", "numpy", "tensorflow", "tfloop", "sonnet"}
+"""Whose objects are looked at as one."""
+_LIBRARIES = sys.stdlib_module_names | _OPAQUE
+"""Whose code isn't read."""
+_INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_paths()["purelib"]})
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MOST_THINGS = 4096
+"""So many are looked at, which bounds what a trace of a strange program costs."""
+_MOST_ELEMENTS = 256
+"""Containers up to this size are compared element by element before each call."""
 
 
 class Bindings:
-    """The models and optimizers to which the names in a function lead now.
+    """What the names in a function lead to.
 
     Args:
-      fn: A function or bound method; the functions of its module that it uses are looked into too.
+      fn: A function, a bound method, a partial or a callable object.
+
+    Attributes:
+      models: The models among them.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self._held = [(read, read()) for read in _reads(fn, set()) if _is_followed(read())]
+        search = _Search(fn)
+        self._watches = search.watches()
+        self.models = search.models
 
-    def have_changed(self) -> bool:
-        """Does a name lead to another object than at first?"""
-        for read, held in self._held:
-            if read() is not held:
-                return True
+    def changed(self) -> str | None:
+        """The first name that leads elsewhere since, in words."""
+        for watch in self._watches:
+            name = watch.changed()
+            if name is not None:
+                return name
+        return None
+
+
+class _Watch:
+    """Some of what a mapping or a container holds.
+
+    Args:
+      owner: In words.
+      names: Of what is held.
+      read: Gives the present values, in the order of the names.
+    """
+
+    __slots__ = ("_names", "_owner", "_read", "_seen")
+
+    def __init__(self, owner: str, names: Sequence[Any], read: Callable[[], Sequence[Any]]) -> None:
+        self._owner, self._names, self._read = owner, names, read
+        self._seen = read()
+
+    def changed(self) -> str | None:
+        """The first name that holds something else now, in words."""
+        seen = self._seen
+        try:
+            now = self._read()
+        except (KeyError, AttributeError, ValueError):  # deleted, or a cell that is empty
+            return f"{self._owner}.{self._names[0]}"
+        if len(now) == len(seen) and all(map(operator.is_, now, seen)):
+            return None
+        if len(now) != len(seen):
+            return self._owner
+        for name, new, old in zip(self._names, now, seen, strict=True):
+            if new is not old and not _is_equal(new, old):
+                return f"{self._owner}.{name}"
+        self._seen = now  # equal ones, which are the same from now on
+        return None
+
+
+def _is_equal(new: Any, old: Any) -> bool:
+    """Is a plain value, a dtype, or a method of one object what it was?"""
+    if type(new) is not type(old):
         return False
+    if isinstance(new, tuple) and len(new) == len(old):
+        return all(n is o or _is_equal(n, o) for n, o in zip(new, old, strict=True))
+    if isinstance(new, types.MethodType):
+        return new.__self__ is old.__self__ and new.__func__ is old.__func__
+    return isinstance(new, (*_PLAIN, tf.DType, tf.TensorShape, np.dtype)) and new == old
 
 
-def _is_followed(thing: Any) -> bool:
-    return isinstance(thing, tf.train.experimental.PythonState) or is_model(thing)
+class _Search:
+    """Goes wherever the names in a function lead."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.models: list[Any] = []
+        self._met: dict[int, Any] = {}  # an id is an identity only as long as its object lives
+        self._names: set[str] = set()
+        self._written: set[str] = set()
+        self._found: list[tuple[str, Sequence[Any], Callable[[], Sequence[Any]]]] = []
+        self._holders: list[tuple[str, Any]] = []  # things with attributes
+        self._looked: list[set[str]] = []  # for each of them: the names that were looked up
+        self._home = _home(fn)
+        if inspect.ismethod(fn):
+            self._enter(fn.__self__)  # the object of a step, whatever its class
+        self._see(fn)
+        # A name found late may be that of an attribute of what was met early.
+        while self._look_up():
+            pass
+
+    def watches(self) -> tuple[_Watch, ...]:
+        """What is to be compared before each call."""
+        made = [_Watch(*found) for found in self._found]
+        for (owner, thing), names in zip(self._holders, self._looked, strict=True):
+            held = _held(thing)
+            kept = [n for n in sorted(names) if not self._keeps_for_itself(n, held[n])]
+            if kept:
+                made.append(_Watch(owner, kept, _reader(held, kept)))
+        return tuple(made)
+
+    def _keeps_for_itself(self, name: str, value: Any) -> bool:
+        """Is it a number or tensor that the code itself writes: a count, the last activations?"""
+        return name in self._written and isinstance(
+            value, (*_PLAIN, tf.Tensor, np.ndarray, np.generic)
+        )
+
+    def _look_up(self) -> bool:
+        """Looks up all names in all holders; `False` if nothing was new."""
+        is_new, number = False, 0
+        while number < len(self._holders) and len(self._met) < _MOST_THINGS:
+            held, looked = _held(self._holders[number][1]), self._looked[number]
+            for name in (self._names - looked).intersection(held):
+                looked.add(name)
+                is_new = True
+                self._see(held[name])
+            number += 1
+        return is_new
+
+    def _see(self, thing: Any) -> None:
+        """Goes on from something that a name leads to."""
+        thing = unwrap(thing)
+        if isinstance(thing, _PLAIN) or id(thing) in self._met or len(self._met) >= _MOST_THINGS:
+            return
+        self._met[id(thing)] = thing
+        if isinstance(thing, types.FunctionType):
+            self._see_function(thing)
+        elif isinstance(thing, types.MethodType):
+            self._see(thing.__self__)
+            self._see(thing.__func__)
+        elif isinstance(thing, functools.partial):
+            for part in (thing.func, *thing.args, *thing.keywords.values()):
+                self._see(part)
+        elif isinstance(thing, property):
+            self._see(thing.fget)
+        elif isinstance(thing, (staticmethod, classmethod)):
+            self._see(thing.__func__)
+        elif isinstance(thing, functools.cached_property):
+            self._see(thing.func)
+        elif callable(inner := _python_function(thing)):  # a `tf.function`, or a step of ours
+            self._see(inner)
+        elif isinstance(thing, (Mapping, list, tuple, set, frozenset)) and not is_variable(thing):
+            self._see_container(thing)
+        else:
+            self._see_object(thing)
+
+    def _see_function(self, fn: types.FunctionType) -> None:
+        if not self._is_users(fn.__globals__.get("__name__")):
+            return
+        names = _code.names_in(fn.__code__)
+        self._names |= names.attributes
+        self._written |= names.written
+        for imported in names.imported:
+            self._see(sys.modules.get(imported))
+        # What a function is made of may be exchanged, too.
+        parts = ("__code__", "__defaults__", "__kwdefaults__")
+        self._found.append((fn.__qualname__, parts, _call(operator.attrgetter(*parts), fn)))
+        for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+            self._see(default)
+        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+        inside = {name: _content(cell) for name, cell in cells.items()}
+        kept = [name for name in cells if not self._keeps_for_itself(name, inside[name])]
+        if kept:
+            self._found.append(
+                (fn.__qualname__, kept, _call(_contents, [cells[name] for name in kept]))
+            )
+        module = fn.__globals__
+        outside = {name: module[name] for name in sorted(names.globals) if name in module}
+        kept = [name for name in outside if not self._keeps_for_itself(name, outside[name])]
+        if kept:
+            self._found.append((module.get("__name__", "module"), kept, _reader(module, kept)))
+        for thing in (*inside.values(), *outside.values()):
+            self._see(thing)
+
+    def _see_container(self, thing: Any) -> None:
+        elements = list(thing.values()) if isinstance(thing, Mapping) else list(thing)
+        if len(elements) <= _MOST_ELEMENTS and not isinstance(thing, (tuple, frozenset)):
+            owner = f"a {type(thing).__name__}"
+            if isinstance(thing, Mapping):
+                self._found.append((owner, [*thing, *thing], _call(_items, thing)))
+            else:
+                self._found.append((owner, range(len(elements)), _call(tuple, thing)))
+        for element in elements[:_MOST_ELEMENTS]:
+            self._see(element)
+
+    def _see_object(self, thing: Any) -> None:
+        if is_model(thing):
+            self.models.append(thing)
+        elif _is_opaque(thing):
+            return
+        self._enter(thing)
+
+    def _enter(self, thing: Any) -> None:
+        """Notes a thing whose attributes names may lead to, and the classes it has them from."""
+        self._met[id(thing)] = thing
+        if isinstance(thing, types.ModuleType):
+            if self._is_users(thing.__name__):
+                self._hold(thing.__name__, thing)
+            return
+        kinds = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
+        if not isinstance(thing, type) and _held(thing):
+            self._hold(type(thing).__name__, thing)
+        for kind in kinds:
+            if self._is_users(kind.__module__) and (kind is thing or id(kind) not in self._met):
+                self._met[id(kind)] = kind
+                self._hold(kind.__name__, kind)
+                # Called by the language or by a library, so named in no code.
+                self._names |= {"call", "__call__"}
+
+    def _hold(self, owner: str, thing: Any) -> None:
+        self._holders.append((owner, thing))
+        self._looked.append(set())
+
+    def _is_users(self, module: str | None) -> bool:
+        """Is a module the user's own: neither of a library nor installed, or that of the step?"""
+        if not isinstance(module, str):
+            return False
+        if module == self._home:
+            return True
+        if module.partition(".")[0] in _LIBRARIES:
+            return False
+        file = getattr(sys.modules.get(module), "__file__", None) or ""
+        return not file.startswith(_INSTALLED)
 
 
-def _reads(fn: Any, known: set[int]) -> Iterator[Read]:
-    """Ways to read what the names of a function mean."""
-    if inspect.ismethod(fn):
-        owner = fn.__self__
-        for name in vars(owner) if hasattr(owner, "__dict__") else ():
-            yield functools.partial(vars(owner).get, name)
-        fn = fn.__func__
-    if not inspect.isfunction(fn) or id(fn) in known:
-        return
-    known.add(id(fn))
-    for cell in fn.__closure__ or ():
-        yield functools.partial(_content, cell)
-        yield from _reads_of_helper(fn, _content(cell), known)
-    for name in fn.__code__.co_names:
-        if name in fn.__globals__:
-            yield functools.partial(fn.__globals__.get, name)
-            yield from _reads_of_helper(fn, fn.__globals__[name], known)
+def _home(fn: Any) -> str | None:
+    """The module of a step."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, types.FunctionType):  # an object that can be called
+        return type(fn).__module__
+    return fn.__globals__.get("__name__")
 
 
-def _reads_of_helper(fn: Any, helper: Any, known: set[int]) -> Iterator[Read]:
-    """Those of a function beside it."""
-    if inspect.isfunction(helper) and helper.__module__ == fn.__module__:
-        yield from _reads(helper, known)
+def _is_opaque(thing: Any) -> bool:
+    named = thing if isinstance(thing, type) else type(thing)
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else named.__module__
+    return str(name).partition(".")[0] in _OPAQUE
+
+
+def _python_function(thing: Any) -> Any:
+    return None if isinstance(thing, type) else getattr(thing, "python_function", None)
+
+
+def _held(thing: Any) -> Mapping[str, Any]:
+    """The attributes that a thing has by itself."""
+    return getattr(thing, "__dict__", None) or _Slots(thing)
+
+
+class _Slots(Mapping[str, Any]):
+    """The slots of an object as a mapping."""
+
+    def __init__(self, thing: Any) -> None:
+        found = (getattr(kind, "__slots__", ()) for kind in type(thing).__mro__)
+        names = [(s,) if isinstance(s, str) else tuple(s) for s in found]
+        self._thing = thing
+        self._all = [name for some in names for name in some if not name.startswith("__")]
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._thing, name) if name in self._all else self._missing(name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def _missing(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(name for name in self._all if hasattr(self._thing, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _reader(held: Mapping[str, Any], names: Sequence[str]) -> Callable[[], Sequence[Any]]:
+    if len(names) == 1:
+        return functools.partial(_one, held, names[0])
+    return _call(operator.itemgetter(*names), held)
+
+
+def _one(held: Mapping[str, Any], name: str) -> tuple[Any]:
+    return (held[name],)
+
+
+def _call(fn: Callable[[Any], Any], thing: Any) -> Callable[[], Any]:
+    return functools.partial(fn, thing)
+
+
+def _items(mapping: Mapping[Any, Any]) -> tuple[Any, ...]:
+    return (*mapping, *mapping.values())
+
+
+def _contents(cells: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([_content(cell) for cell in cells])
 
 
 def _content(cell: Any) -> Any:

@@ -8,6 +8,7 @@ import copy
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,11 @@ from tfloop._arguments import whole_number
 from tfloop._bindings import Bindings
 from tfloop._launch import Launcher, as_argument
 from tfloop._messages import described
+from tfloop._paths import unchecked_book
 from tfloop._traces import Dependency
+
+_MANY_CHANGES = 5
+"""So many new traces for the same name are worth a warning."""
 
 
 def compile(  # noqa: A001
@@ -32,8 +37,8 @@ def compile(  # noqa: A001
     The function becomes a `tf.function` with these rules. Python numbers (not bools) become
     tensors, so another rate or epoch number costs no trace. A shorter last batch costs at
     most one more trace: the second shape makes that axis open. When a group is added, a parameter
-    frozen or thawed, an optimizer's rate replaced by a schedule, or a name that the step uses bound
-    to another model or optimizer, the next call traces again.
+    frozen or thawed, an optimizer's rate replaced by a schedule, a layer added or changed, or a
+    name that the step uses bound to something else, the next call traces again.
 
     Args:
       fn: The step. Batches and rates are arguments; models, optimizers and loss functions are best
@@ -130,8 +135,14 @@ class CompiledStep:
         if self._strategy is not None:
             _distribution.keep_losses_whole()
         self._attribute = getattr(fn, "__name__", None)
+        self._owner: CompiledStep | None = None  # of a method: the step in its class
+        try:
+            self._signature: inspect.Signature | None = inspect.signature(fn)
+        except (TypeError, ValueError):  # written in C
+            self._signature = None
         self._program: _Program | None = None
         self._returned: Any = None  # by `run`, whose next call may have no step to run
+        self._changes: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,6 +213,18 @@ class CompiledStep:
                 self._program = _Program(self)
             return self._program  # Another thread may have made it meanwhile.
 
+    def _note_change(self, name: str) -> None:
+        """Says so where the same name makes one call after the other trace again."""
+        self._changes[name] = self._changes.get(name, 0) + 1
+        if self._changes[name] == _MANY_CHANGES:
+            warnings.warn(
+                f"The compiled step {self._attribute!r} is traced anew each time: got another "
+                f"`{name}` for the {_MANY_CHANGES}th time, expected a value that stays. It is read "
+                "by name, and a trace is right for one value alone. Pass it as an argument, or "
+                "keep it in a `tf.Variable`.",
+                stacklevel=5,
+            )
+
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
 
@@ -209,18 +232,40 @@ class CompiledStep:
         """Methods work too: each instance gets a step of its own."""
         if instance is None:
             return self
-        method = self.python_function.__get__(instance, owner)
-        bound = CompiledStep(method, self._jit_compile, self._strategy)
-        if not isinstance(getattr(instance, "__dict__", None), dict):
+        held = getattr(instance, "__dict__", None)
+        if not isinstance(held, dict):
             raise TypeError(
                 f"`tfloop.compile` can't keep the step {self._attribute!r}: got "
                 f"{described(instance)}, which has no `__dict__`, expected an object that has one. "
                 "Each call would trace again. "
                 f"Compile it in `__init__`: `self.{self._attribute} = tfloop.compile(...)`."
             )
-        # Kept on the instance, so that the next access finds it and its traces.
-        instance.__dict__[self._attribute] = bound
+        # Kept on the instance, so that the next access finds it and its traces. A shallow copy of
+        # the instance finds it, too, but bound to the original.
+        name = self._attribute or ""
+        kept = held.get(name)
+        if isinstance(kept, CompiledStep) and kept._owner is self:
+            if getattr(kept.python_function, "__self__", None) is instance:
+                return kept
+        elif name in held:
+            return kept  # set by the user
+        bound = CompiledStep(
+            self.python_function.__get__(instance, owner), self._jit_compile, self._strategy
+        )
+        bound._owner = self
+        held[name] = bound
         return bound
+
+    # With this a class' own step is asked before what the instance holds.
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._attribute] = value
+
+    def __delete__(self, instance: Any) -> None:
+        del instance.__dict__[self._attribute]
+
+    def __copy__(self) -> "CompiledStep":
+        """A step of its own for the same function."""
+        return CompiledStep(self.python_function, self._jit_compile, self._strategy)
 
     def __deepcopy__(self, memo: dict) -> "CompiledStep":
         """A step of its own, bound to the copy where it is a method."""
@@ -242,9 +287,19 @@ class CompiledStep:
 
     def _traceable(self, fn: Callable[..., Any]) -> Any:
         options = {"jit_compile": True} if self._jit_compile else {}
+        return tf.function(self._signed(fn), reduce_retracing=True, **options)
+
+    def _signed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` with the parameters of the user's function, by which TensorFlow tells arguments.
+
+        Without these it takes two calls with one and with two arguments for relatives, and fails.
+        """
         # TensorFlow counts traces by the function's code and warns of many, and the code of `fn` is
         # that of all steps. A partial has none, so it is counted by itself.
-        return tf.function(functools.partial(fn), reduce_retracing=True, **options)
+        signed = functools.partial(fn)
+        if self._signature is not None:
+            signed.__signature__ = self._signature  # type: ignore[attr-defined]
+        return signed
 
 
 class _Program:
@@ -253,23 +308,30 @@ class _Program:
     def __init__(self, step: CompiledStep) -> None:
         self._step = step
         self._watched: tuple[tuple[Callable[[], object], object], ...] = ()
-        self._bindings = Bindings(step.python_function)
-        self.launch_many = Launcher(self._function(_many.looped(self._recorded)), self._trace_count)
-        self.launch = Launcher(self._function(self._recorded), self._trace_count)
+        self._refreshed: tuple[Callable[[], None], ...] = ()
+        self._bindings: Bindings | None = None
+        many = self._function(_many.looped(self._recorded))
+        self.launch_many = Launcher(many, self._trace_count, step._signature)
+        self.launch = Launcher(self._function(self._recorded), self._trace_count, step._signature)
 
     def is_stale(self) -> bool:
         """Has something changed that a trace has read?"""
+        for refresh in self._refreshed:
+            refresh()
         for fingerprint, seen in self._watched:
             if fingerprint() != seen:
                 return True
-        return self._bindings.have_changed()
+        name = self._bindings.changed() if self._bindings is not None else None
+        if name is not None:
+            self._step._note_change(name)
+        return name is not None
 
     def _function(self, fn: Callable[..., Any]) -> Any:
         function = self._step._traceable(fn)
         if not self._step._jit_compile:
             return function
         # XLA heeds a call within a graph, but not one that is launched, so that is a plain one.
-        return tf.function(functools.partial(function), autograph=False, reduce_retracing=True)
+        return tf.function(self._step._signed(function), autograph=False, reduce_retracing=True)
 
     def _trace_count(self) -> int:
         return self._step.trace_count
@@ -283,8 +345,19 @@ class _Program:
 
     @_traces.not_converted
     def _note(self, found: dict[int, Dependency]) -> None:
+        """Notes what a trace depends on, after it was made: what it changed itself is its own."""
+        # Traced once more, what the names mean is what it was, but for what the trace has written.
+        bindings = Bindings(self._step.python_function)
+        books = [unchecked_book(model) for model in bindings.models]
+        things = {id(thing): thing for thing in (*found.values(), *books)}.values()
         with self._step._lock:
             known = [ask for ask, _ in self._watched]
-            asks = [thing.fingerprint for thing in found.values()]
-            # A new tuple: another thread may be reading the old one.
+            asks = [thing.fingerprint for thing in things]
+            # New tuples: another thread may be reading the old ones.
             self._watched += tuple((ask, ask()) for ask in asks if ask not in known)
+            self._refreshed += tuple(
+                thing.refresh
+                for thing in things
+                if hasattr(thing, "refresh") and thing.refresh not in self._refreshed
+            )
+            self._bindings = bindings

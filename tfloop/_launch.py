@@ -8,6 +8,7 @@ its graph and never from a clock, so that runs are alike.
 """
 
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,14 @@ except ImportError:
         return True
 
 
+try:  # Nor has it one for the kinds of operations.
+    from tensorflow.python.framework.op_def_registry import get as _operation
+except ImportError:
+
+    def _operation(name: str) -> Any:
+        return None
+
+
 # Found once: the way to them through TensorFlow's modules is longer than they are.
 _functions_run_eagerly = tf.config.functions_run_eagerly
 _default_graph = tf.compat.v1.get_default_graph
@@ -39,6 +48,16 @@ _WRAPPED = re.compile(r"\{\{function_node __wrapped__[^}]*\}\}")
 _LARGE, _SEVERAL = 2**17, 4
 """Elements of a tensor, and how many tensors of so many, from which on operations gain more from
 running side by side, which the short way gives up, than a call costs."""
+
+# Operations that TensorFlow calls stateful, but whose state is all in the variables that they are
+# handed; and calls of functions, which are looked into.
+_ON_WHAT_THEY_GET = {
+    *("ReadVariableOp", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"),
+    *("ResourceGather", "ResourceGatherNd", "ResourceScatterNdUpdate", "ResourceScatterNdAdd"),
+    *("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate"),
+    *("ResourceStridedSliceAssign", "VarIsInitializedOp", "VariableShape", "Assert"),
+    *("PartitionedCall", "StatefulPartitionedCall", "If", "While", "Case"),
+}
 
 
 class _Unknown(Exception):
@@ -69,11 +88,18 @@ class Launcher:
     Args:
       function: It.
       trace_count: How often it has been traced so far.
+      signature: Its parameters, if they are known.
     """
 
-    def __init__(self, function: Any, trace_count: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        function: Any,
+        trace_count: Callable[[], int],
+        signature: inspect.Signature | None = None,
+    ) -> None:
         self._function = function
         self._trace_count = trace_count
+        self._signature = signature
         self._plans: dict[Any, _Plan | None] = {}
         self._seen: set[Any] = set()
 
@@ -158,7 +184,7 @@ class Launcher:
         place = {id(leaf): number for number, leaf in enumerate(leaves)}
         try:
             kind = concrete.function_type
-            inputs = kind.unpack_inputs(kind.bind(*args, **kwargs))
+            inputs = kind.unpack_inputs(kind.bind(*args, **self._with_defaults(args, kwargs)))
             order = [place[id(tensor)] for tensor in inputs]
             pack = _packer(concrete.structured_outputs, iter(range(len(concrete.outputs))))
         except (AttributeError, KeyError, TypeError, _Unknown):
@@ -168,6 +194,17 @@ class Launcher:
             return None
         dtypes = [output.dtype for output in concrete.outputs]
         return _Plan(concrete, order, captured, dtypes, pack)
+
+    def _with_defaults(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments, and the defaults of the parameters that got nothing."""
+        if self._signature is None:
+            return kwargs
+        given = self._signature.bind(*args, **kwargs).arguments
+        return kwargs | {
+            name: parameter.default
+            for name, parameter in self._signature.parameters.items()
+            if name not in given and parameter.default is not parameter.empty
+        }
 
 
 def _a_strategy_is_open() -> bool:
@@ -218,6 +255,8 @@ def _gains(concrete: Any) -> bool:
     """
     if concrete.graph.deferred_external_captures:
         return False  # They are looked up anew at each call.
+    if not _is_exact(concrete):
+        return False
     operations = concrete.graph.get_operations()
     devices = {held.device for held in concrete.captured_inputs if held.dtype == tf.resource}
     if len(devices) > 1 or len({op.device for op in operations if op.device}) > 1:
@@ -226,6 +265,32 @@ def _gains(concrete: Any) -> bool:
         return False
     sizes = [out.shape.num_elements() or 0 for op in operations for out in op.outputs]
     return sum(size >= _LARGE for size in sizes) <= _SEVERAL
+
+
+def _is_exact(concrete: Any) -> bool:
+    """Is a call by another operation the same call, whatever came before?
+
+    What is started by another operation has kernels of its own, and with them their state: a seeded
+    generator begins again, a table or a queue that is made inside is another one. So the graph and
+    all functions in it may hold operations without state, those that only change what they are
+    handed, and assertions.
+    """
+    graph = concrete.graph.as_graph_def()
+    nodes = [*graph.node, *(node for fn in graph.library.function for node in fn.node_def)]
+    inner = {fn.signature.name for fn in graph.library.function}
+    return all(
+        kind in _ON_WHAT_THEY_GET
+        or kind in inner
+        or kind.startswith(("ResourceApply", "ResourceSparseApply"))
+        or not _has_state(kind)
+        for kind in {node.op for node in nodes}
+    )
+
+
+def _has_state(kind: str) -> bool:
+    """Does an operation of this kind keep state, or work on the world?"""
+    definition = _operation(kind)
+    return definition is None or definition.is_stateful
 
 
 def _packer(structure: Any, numbers: Any) -> Callable[[list[tf.Tensor]], Any]:

@@ -21,6 +21,7 @@ from tfloop._graphs import tf_variable as tf_variable
 from tfloop._graphs import unwrap as unwrap
 from tfloop._graphs import variable_id as variable_id
 from tfloop._messages import described, did_you_mean, listed
+from tfloop._settings import Settings, Values
 from tfloop._walk import Walk, leaves
 
 _MOST_ALIASES = 64
@@ -128,6 +129,7 @@ class AddressBook:
         # Read before each compiled step, for which a weak dictionary is slow.
         flagged = (*walk.layers.values(), *walk.variables.values())
         self._flagged = [*map(weakref.ref, flagged)]
+        self._settings = Settings(walk.modules())
         self._outermost = [*map(weakref.ref, walk.outermost)]
         self._canonical = walk.aliases
         self._aliases: dict[str, list[str]] = {}
@@ -166,10 +168,10 @@ class AddressBook:
             if variable.trainable or tf_variable(variable).trainable
         }
 
-    def fingerprint(self) -> list[bool]:
-        """Everything about `trainable` that a trace bakes in; cheap enough for every call."""
+    def fingerprint(self) -> tuple[list[bool], Values]:
+        """Everything of the root that a trace bakes in; cheap enough for every call."""
         things = [ref() for ref in self._flagged]
-        return [thing.trainable for thing in things if thing is not None]
+        return [thing.trainable for thing in things if thing is not None], self._settings.now()
 
     def path_of(self, variable: Variable) -> str | None:
         """The canonical path of a variable, or `None` if it isn't the root's."""
@@ -255,7 +257,7 @@ def unchecked_book(model: Any, call: str = "named_parameters(model)") -> Address
             if book is not None and book._equals(fresh):
                 book._signature, book._holders = fresh._signature, fresh._holders
                 book._unbuilt, book._empty = fresh._unbuilt, fresh._empty
-                book._hidden = fresh._hidden
+                book._hidden, book._settings = fresh._hidden, fresh._settings
             else:
                 book = fresh
                 forget = lambda _: _BOOKS.pop(key, None)  # noqa: E731

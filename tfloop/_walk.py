@@ -66,6 +66,10 @@ class Walk:
         inside = f"{path}." if path else ""
         return any(known.startswith(inside) for known in (*self.variables, *self.aliases))
 
+    def modules(self) -> list[Any]:
+        """The layers and modules, each once."""
+        return [t for t in self._things if isinstance(t, (keras.layers.Layer, tf.Module))]
+
     def hidden(self) -> list[str]:
         """What would be trainable, but is held where nobody looks."""
         return [

@@ -1,0 +1,330 @@
+"""A compiled step goes where its names lead now, by whatever route Python finds them."""
+
+import copy
+import functools
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfloop
+
+VALUE = 1.0
+HOLDER = types.SimpleNamespace(value=1.0)
+TABLE = {"value": 1.0, "nested": [HOLDER]}
+
+
+def helper():
+    return deeper()
+
+
+def deeper():
+    return tf.constant(VALUE)
+
+
+class Callable:
+    factor = 1.0
+
+    def __init__(self):
+        self.value = 1.0
+
+    def __call__(self):
+        return tf.constant(self.value * self.factor)
+
+    @property
+    def doubled(self):
+        return 2.0 * self.value
+
+    def plain(self):
+        return tf.constant(self.value)
+
+
+CALLABLE = Callable()
+
+
+def nested():
+    def inner():
+        return [tf.constant(VALUE) for _ in range(1)][0]
+
+    return (lambda: inner())()
+
+
+def by_default(fn=helper):
+    return fn()
+
+
+def closed():
+    value = 1.0
+
+    def step():
+        return tf.constant(value)
+
+    def change(new):
+        nonlocal value
+        value = new
+
+    return step, change
+
+
+def bound(name, new):
+    def change():
+        globals()[name] = new
+
+    return change
+
+
+ROUTES = {
+    "a global": (deeper, bound("VALUE", 2.0)),
+    "a helper of a helper": (helper, bound("VALUE", 2.0)),
+    "another helper": (helper, bound("deeper", lambda: tf.constant(2.0))),
+    "a nested function": (nested, bound("VALUE", 2.0)),
+    "a default": (by_default, bound("VALUE", 2.0)),
+    "a partial": (functools.partial(by_default, helper), bound("VALUE", 2.0)),
+    "an attribute": (lambda: tf.constant(HOLDER.value), lambda: setattr(HOLDER, "value", 2.0)),
+    "getattr": (
+        lambda: tf.constant(getattr(HOLDER, "value")),  # noqa: B009
+        lambda: setattr(HOLDER, "value", 2.0),
+    ),
+    "a dict": (lambda: tf.constant(TABLE["value"]), lambda: TABLE.update(value=2.0)),
+    "an object in a list": (
+        lambda: tf.constant(TABLE["nested"][0].value),
+        lambda: setattr(HOLDER, "value", 2.0),
+    ),
+    "a callable object": (CALLABLE, lambda: setattr(CALLABLE, "value", 2.0)),
+    "a class attribute": (lambda: CALLABLE(), lambda: setattr(Callable, "factor", 2.0)),
+    "a property": (
+        lambda: tf.constant(CALLABLE.doubled / 2.0),
+        lambda: setattr(CALLABLE, "value", 2.0),
+    ),
+    "a method": (CALLABLE.plain, lambda: setattr(CALLABLE, "value", 2.0)),
+    "a closure": closed(),
+    "a tf.function": (
+        lambda fn=tf.function(deeper): fn(),
+        bound("VALUE", 2.0),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch):
+    for name in ("VALUE", "deeper"):
+        monkeypatch.setitem(globals(), name, globals()[name])
+    monkeypatch.setattr(Callable, "factor", 1.0)
+    HOLDER.value = CALLABLE.value = TABLE["value"] = 1.0
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("route", [name for name in ROUTES if name != "a tf.function"])
+def test_a_step_follows_a_name_by_every_route(route, jit):
+    fn, change = ROUTES[route]
+    if route == "a closure":
+        fn, change = closed()
+    step = tfloop.compile(fn, jit_compile=jit)
+    assert [float(step()) for _ in range(4)] == [1.0] * 4
+    assert step.trace_count == 1
+    change(2.0) if route == "a closure" else change()
+    assert [float(step()) for _ in range(4)] == [2.0] * 4
+    assert step.trace_count == 2
+
+
+def test_an_object_that_the_step_uses_is_exchanged():
+    objects = types.SimpleNamespace(
+        metric=keras.metrics.Mean(), loss=keras.losses.MeanSquaredError()
+    )
+
+    @tfloop.compile
+    def step(x):
+        objects.metric.update_state(x)
+        return objects.loss([[0.0]], [[3.0]])
+
+    for _ in range(3):
+        assert float(step(1.0)) == 9.0
+    objects.metric = keras.metrics.Mean()
+    objects.loss = keras.losses.MeanAbsoluteError()
+    assert float(step(5.0)) == 3.0
+    assert float(objects.metric.result()) == 5.0
+
+
+def test_what_the_code_itself_writes_is_no_new_trace():
+    class Trainer:
+        def __init__(self):
+            self.calls = 0
+            self.last = None
+
+        @tfloop.compile
+        def step(self, x):
+            self.calls += 1
+            self.last = x * 2.0
+            return self.last
+
+    trainer = Trainer()
+    assert [float(trainer.step(float(n))) for n in range(5)] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    trainer.calls = 7  # as a log would
+    trainer.step(1.0)
+    assert trainer.step.trace_count == 1
+
+
+def test_other_names_cost_no_trace():
+    step = tfloop.compile(lambda x: x * VALUE)
+    for n in range(5):
+        globals()["SOMETHING"] = n
+        HOLDER.value = float(n)
+        step(1.0)
+    assert step.trace_count == 1
+
+
+def test_a_number_that_changes_with_each_call_is_right_and_warned_of():
+    step = tfloop.compile(lambda: tf.constant(VALUE))
+    with pytest.warns(
+        UserWarning, match=r"traced anew each time: got another `\S*VALUE` for the 5th"
+    ):
+        assert [float(step()) for n in range(6) if bound("VALUE", n)() is None] == [*range(6)]
+
+
+def sequential(*layers):
+    return keras.Sequential([keras.Input((2,)), *layers])
+
+
+def trained(net):
+    optim = tfloop.ModuleOptimizer("sgd")
+
+    @tfloop.compile
+    def step(x):
+        with tfloop.Tape() as tape:
+            loss = tf.reduce_sum(net(x) ** 2)
+        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), net)
+        optim.step(0.1, net, grads)
+        return loss
+
+    return step
+
+
+def test_a_layer_added_between_two_calls_is_run_and_trained():
+    net = sequential(keras.layers.Dense(2))
+    step = trained(net)
+    for _ in range(3):
+        step(tf.ones((1, 2)))
+    net.add(keras.layers.Dense(3))
+    before = net.layers[-1].kernel.numpy()
+    assert float(step(tf.ones((1, 2)))) == pytest.approx(0, abs=1e9)
+    assert (net.layers[-1].kernel.numpy() != before).any()
+    net.pop()
+    step(tf.ones((1, 2)))
+    assert step.trace_count == 3
+
+
+@pytest.mark.parametrize("kind", ["list", "attribute"])
+def test_a_layer_that_is_replaced_is_followed(kind):
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(1, kernel_initializer="ones")
+            self.blocks = [keras.layers.Dense(2, kernel_initializer="ones")]
+
+        def call(self, x):
+            return self.head(self.blocks[0](x))
+
+    net = Net()
+    x = tf.ones((1, 2))
+    assert float(net(x)[0, 0]) == 4.0
+    step = tfloop.compile(lambda x: net(x)[0, 0])
+    assert [float(step(x)) for _ in range(3)] == [4.0] * 3
+    if kind == "list":
+        net.blocks[0] = keras.layers.Dense(2, kernel_initializer="zeros")
+    else:
+        net.head = keras.layers.Dense(1, kernel_initializer="zeros")
+    assert float(step(x)) == 0.0
+
+
+def test_settings_of_layers_are_followed():
+    net = sequential(keras.layers.Dense(1, kernel_initializer="ones"), keras.layers.Dropout(1e-7))
+    step = tfloop.compile(lambda x: tfloop.train(net)(x)[0, 0])
+    x = tf.ones((1, 2))
+    assert [float(step(x)) for _ in range(3)] == pytest.approx([2.0] * 3)
+    net.layers[0].activation = keras.activations.relu6
+    net.layers[1].rate = 0.999999
+    assert float(step(x)) in (0.0, pytest.approx(2e6, rel=0.1))
+    assert step.trace_count == 2
+
+
+def test_evaluation_and_fit_beside_it_cost_no_trace():
+    net = sequential(keras.layers.Dense(2), keras.layers.BatchNormalization())
+    step = trained(net)
+    step(tf.ones((1, 2)))
+    net(tf.ones((3, 2)))
+    net.compile("sgd", "mse")
+    net.evaluate(np.ones((2, 2)), np.ones((2, 2)), verbose=0)
+    net.predict(np.ones((2, 2)), verbose=0)
+    net.summary(print_fn=lambda *_, **__: None)
+    step(tf.ones((1, 2)))
+    assert step.trace_count == 1
+
+
+def test_lora_weights_beside_a_frozen_kernel_are_trained_from_the_next_call():
+    layer = keras.layers.Dense(2)
+    net = sequential(layer, keras.layers.Dense(1))
+    layer._kernel.trainable = False
+    step = trained(net)
+    for _ in range(3):
+        step(tf.ones((1, 2)))
+    layer.enable_lora(1)
+    before = layer.lora_kernel_b.numpy()
+    step(tf.ones((1, 2)))
+    assert (layer.lora_kernel_b.numpy() != before).any()
+
+
+class Owner:
+    def __init__(self, value):
+        self.value = tf.Variable(value)
+
+    @tfloop.compile
+    def step(self):
+        return self.value + 0.0
+
+
+def test_a_shallow_copy_of_an_object_runs_its_own_step():
+    one = Owner(1.0)
+    one.step()
+    two = copy.copy(one)
+    two.value = tf.Variable(2.0)
+    assert (float(one.step()), float(two.step())) == (1.0, 2.0)
+    assert one.step is one.step
+    assert one.step is not two.step
+
+
+def test_a_step_of_an_instance_can_be_replaced_and_taken_away():
+    one = Owner(1.0)
+    one.step = lambda: 7.0
+    assert one.step() == 7.0
+    del one.step
+    assert float(one.step()) == 1.0
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_optional_argument_may_come_later(jit):
+    @tfloop.compile(jit_compile=jit)
+    def f(x, scale=None):
+        return x if scale is None else x * scale
+
+    assert float(f(1.0)) == 1.0
+    assert [float(f(1.0, 2.0)) for _ in range(3)] == [2.0] * 3
+    assert float(f(3.0, scale=2.0)) == 6.0
+    assert [float(f(x=3.0)) for _ in range(3)] == [3.0] * 3
+    with pytest.raises(TypeError, match="missing"):
+        f()
+
+
+def test_an_optional_argument_may_come_later_in_runs_and_methods():
+    class Trainer:
+        @tfloop.compile
+        def f(self, x, scale=None):
+            return x if scale is None else x * scale
+
+    trainer, batches = Trainer(), iter([tf.constant(float(n)) for n in range(6)])
+    assert trainer.f.run(batches, steps=2).numpy().tolist() == [0.0, 1.0]
+    assert trainer.f.run(batches, 10.0, steps=2).numpy().tolist() == [20.0, 30.0]
+    assert trainer.f.run(batches, scale=10.0, steps=2).numpy().tolist() == [40.0, 50.0]
+    assert float(trainer.f(1.0)) == 1.0
+    assert float(trainer.f(1.0, 2.0)) == 2.0

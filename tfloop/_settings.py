@@ -1,0 +1,142 @@
+"""What a trace bakes in of the things in a model: layers, flags, numbers, functions.
+
+`dropout.rate`, `dense.activation`, a dtype policy, a layer that was added or replaced. Compared
+before each compiled step, so values are read in bulk and compared by identity first. What Keras
+keeps for its own purposes doesn't count, nor do values that a `call` of the user's writes.
+"""
+
+import functools
+import operator
+import types
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfloop import _code
+from tfloop._graphs import parts_of
+
+# What a bare layer has, but it does tell how the layer computes.
+_TELLING = {"_trainable", "_dtype_policy", "_layers", "_remat_mode", "activity_regularizer"}
+# Set by `compile` and `fit`, which are no business of a step.
+_OF_FIT = {
+    *("optimizer", "history", "stop_training", "stop_predicting", "stop_evaluating"),
+    *("_compile_config", "_compiled_trainable_state", "_eval_epoch_iterator", "_loss_tracker"),
+}
+
+
+class Settings:
+    """The settings of some layers and modules, which are kept alive no longer than they live.
+
+    Args:
+      things: Keras layers and `tf.Module`s.
+    """
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self._getters = []
+        for thing in things:
+            names = _names(thing)
+            if len(names) > 1:  # so that what is got is a tuple
+                self._getters.append((weakref.ref(thing), operator.itemgetter(*names)))
+
+    def now(self) -> "Values":
+        """What they are now; equal to an earlier one as long as a trace is right."""
+        found: list[Any] = []
+        for ref, get in self._getters:
+            thing = ref()
+            if thing is None:
+                continue
+            try:
+                found += get(vars(thing))
+            except KeyError:  # one was deleted
+                found.append(thing)
+        return Values(found)
+
+
+class Values:
+    """Values compared by identity, plain ones and what containers hold by equality."""
+
+    __slots__ = ("_contents", "_found")
+
+    def __init__(self, found: list[Any]) -> None:
+        self._found = found
+        self._contents = [
+            tuple(_elements(value)) for value in found if isinstance(value, (list, dict))
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        """Is all what it was?"""
+        if not isinstance(other, Values):
+            return NotImplemented
+        mine, theirs = self._found, other._found
+        if len(mine) != len(theirs) or len(self._contents) != len(other._contents):
+            return False
+        if not all(map(operator.is_, mine, theirs)) and not all(map(_is_equal, mine, theirs)):
+            return False
+        return all(
+            len(one) == len(two) and all(map(operator.is_, one, two))
+            for one, two in zip(self._contents, other._contents, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
+def _elements(container: Any) -> Iterable[Any]:
+    for part in container.values() if isinstance(container, Mapping) else container:
+        yield part
+        if parts_of(part) is not None:
+            yield from _elements(part)
+
+
+def _names(thing: Any) -> list[str]:
+    """The attributes that tell how a layer or module computes."""
+    kept = _bookkeeping() if isinstance(thing, keras.layers.Layer) else frozenset[str]()
+    kind: Any = type(thing)
+    ours = _is_of_user(kind)
+    written = _written(kind) if ours else frozenset[str]()
+    return [
+        name
+        for name, value in vars(thing).items()
+        if name not in kept
+        and not name.startswith("_self_")
+        and not (isinstance(value, tf.Tensor) and (ours or not hasattr(value, "numpy")))
+        and not (name in written and isinstance(value, _PLAIN))
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def _bookkeeping() -> frozenset[str]:
+    """What Keras keeps of every layer and model."""
+    # Named, so that no automatic name is used up.
+    bare = (keras.layers.Layer(name="bare"), keras.Model(name="bare"))
+    return frozenset({name for thing in bare for name in vars(thing)} | _OF_FIT) - _TELLING
+
+
+@functools.lru_cache(maxsize=1024)
+def _written(kind: type) -> frozenset[str]:
+    """The attributes that the `call` of a class sets, by itself or through other methods."""
+    names, written = {"call", "__call__"}, set[str]()
+    seen: set[str] = set()
+    while fresh := names - seen:
+        seen |= fresh
+        for name in fresh:
+            method = getattr(kind, name, None)
+            if isinstance(method, types.FunctionType) and _is_of_user(method):
+                found = _code.names_in(method.__code__)
+                names |= found.attributes
+                written |= found.written
+    return frozenset(written)
+
+
+def _is_of_user(thing: Any) -> bool:
+    name = str(thing.__module__).partition(".")[0]
+    return name not in ("keras", "tensorflow", "sonnet")
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, tf.DType)
