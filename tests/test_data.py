@@ -1,5 +1,8 @@
 import collections
 import itertools
+import operator
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -244,6 +247,28 @@ class TestOrder:
         first = next(iter(tfloop.DataLoader(texts, batch_size=64, shuffle=1)))
         assert 2**12 < max(int(text) for text in first.numpy()) < 2**14 + 64
 
+    def test_a_few_items_of_unknown_number_take_little_memory_and_time(self):
+        program = (
+            "import time, tensorflow as tf, tfloop\n"
+            "def held():\n"
+            "    return int(open('/proc/self/statm').read().split()[1]) * 4096 / 2**20\n"
+            "items = tf.data.Dataset.range(23).filter(lambda n: n >= 0)\n"
+            "list(items.shuffle(23).batch(4))\n"
+            "before, start = held(), time.process_time()\n"
+            "batches = iter(tfloop.DataLoader(items, batch_size=4, shuffle=1))\n"
+            "next(batches)\n"
+            "assert held() - before < 100, held() - before\n"
+            "assert time.process_time() - start < 1.5\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+    def test_the_order_of_data_that_fit_does_not_depend_on_the_size_of_the_buffer(self):
+        known = tf.data.Dataset.range(500)
+        unknown = known.filter(lambda n: n >= 0)
+        orders = [rows(tfloop.DataLoader(d, batch_size=7, shuffle=3)) for d in (known, unknown)]
+        assert orders[0] == orders[1]
+        assert sorted(orders[0]) == list(range(500))
+
     def test_pinning_the_shuffle_leaves_random_batchers_alone(self):
         def noise():
             data = tf.data.Dataset.range(4)
@@ -256,6 +281,24 @@ class TestOrder:
         first = noise()
         tf.random.set_seed(2)
         assert noise() != first
+
+
+class TestHints:
+    @every_source
+    def test_an_iterator_knows_how_many_batches_are_left(self, source):
+        loader = tfloop.DataLoader(sources(23)[source], batch_size=5)
+        for view in (loader, loader.skip(1).take(3)):
+            batches = iter(view)
+            assert operator.length_hint(batches, -1) == len(view)
+            left = [operator.length_hint(batches, -1) for _ in batches]
+            assert left == [*range(len(view))][::-1]
+
+    def test_of_unknown_length_it_says_nothing(self):
+        items = tf.data.Dataset.range(9).filter(lambda n: n > 0)
+        assert operator.length_hint(iter(tfloop.DataLoader(items, batch_size=2)), -1) == -1
+        endless = tfloop.DataLoader(tf.data.Dataset.range(9).repeat(), batch_size=2)
+        assert operator.length_hint(iter(endless), -1) == -1
+        assert operator.length_hint(iter(endless.take(4)), -1) == 4
 
 
 class TestViews:

@@ -78,6 +78,7 @@ def test_after_the_import_the_cpu_can_still_be_parted():
         ("abacus", ValueError, "knows no such devices: got str 'abacus', expected one of 'auto'"),
         ("tpu:2", ValueError, "knows no such devices: got str 'tpu:2'"),
         ("cpu:0", ValueError, "takes no such `number`: got 0, expected an int of at least 1"),
+        ("cpu:999", ValueError, "part the CPU too often: got 999, expected at most 16.*'cpu:2'"),
         ("cpu:two", TypeError, "takes no such `number`: got str 'two'"),
         (2, TypeError, "knows no such devices: got int 2"),
         ("cpu:3", RuntimeError, "can't part the CPU any more: TensorFlow has already been used"),

@@ -16,7 +16,9 @@ from tfloop.schedulers._rates import ModuleLearningRate
 
 
 class ForCallbacks:
-    """A model with `optimizer`, `stop_training` and `history` added; the rest is the model's.
+    """A model with what `fit` has beside it: an optimizer, a history, and two wishes to stop.
+
+    The rest is the model's.
 
     Args:
       model: The model, which isn't changed by the additions.
@@ -24,8 +26,9 @@ class ForCallbacks:
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
-        own = {"optimizer": optimizer, "stop_training": False, "history": None}
-        self.__dict__.update(own, _model=model)
+        own = {"optimizer": optimizer, "history": None}
+        wishes = {"stop_training": False, "stop_evaluating": False}
+        self.__dict__.update(own, **wishes, _model=model)
 
     def __getattr__(self, name: str) -> Any:
         """The model's."""

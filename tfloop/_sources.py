@@ -19,6 +19,8 @@ _LIGHT_BYTES = 2**19
 # What NumPy has, too, without a copy.
 _PLAIN = {tf.bool, tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64}
 _UNKNOWN_ITEM_BYTES = 16 * 2**10
+# What a buffered item costs beside its values, as measured: a place, and a tensor a component.
+_SLOT_BYTES, _TENSOR_BYTES = 160, 48
 
 _MSG_NO_SOURCE = (
     "`DataLoader(dataset)` can't draw batches from this: got {kind}{where}, expected a "
@@ -246,13 +248,14 @@ def _named(arrays: Any, where: str) -> Iterator[tuple[str, tf.Tensor]]:
 
 
 def _item_bytes(spec: Any) -> int:
-    """Bytes of one item, guessed where a shape or a string's length is unknown; at least 1."""
-    sizes = []
+    """Bytes of one item in a buffer, guessed where a shape or a string's length is unknown."""
+    sizes = [_SLOT_BYTES]
     for part in tf.nest.flatten(spec):
         known = isinstance(part, tf.TensorSpec) and part.shape.is_fully_defined()
         fixed = known and part.dtype != tf.string
-        sizes.append(part.shape.num_elements() * part.dtype.size if fixed else _UNKNOWN_ITEM_BYTES)
-    return max(1, sum(sizes))
+        values = part.shape.num_elements() * part.dtype.size if fixed else _UNKNOWN_ITEM_BYTES
+        sizes.append(_TENSOR_BYTES + values)
+    return sum(sizes)
 
 
 def _at(where: str) -> str:

@@ -36,8 +36,9 @@ class DataLoader(tf.train.experimental.PythonState):
     Arrays are copied once into host memory; row numbers are shuffled, and a batch is gathered
     whole: when it is asked for, if it is small and has no batcher, else ahead of the loop. A
     `tf.data.Dataset` of single items is shuffled through a buffer: as large as the data where the
-    length is known and 256 MiB hold it, else as many items as these hold (an item of unknown size
-    counts as 16 KiB), and then the shuffle is only local.
+    length is known and 256 MiB hold it, else as many items as these hold, and then the shuffle is
+    only local. Beside its values an item takes some 200 bytes; a text, or a part of unknown shape,
+    counts as 16 KiB.
 
     A loader is trackable: in a `tf.train.Checkpoint` it saves its epoch and how many of the
     epoch's batches were handed out, and after a restore the next `iter()` gives the batches
@@ -184,7 +185,8 @@ class DataLoader(tf.train.experimental.PythonState):
         """
         if not tf.executing_eagerly():
             raise RuntimeError(_MSG_TRACED)
-        return _Epoch(self._place, self._first, self._singles, self._stacks)
+        last = None if self.num_items is None else self._first + len(self)
+        return _Epoch(self._place, self._first, self._singles, self._stacks, last)
 
     def as_dataset(self) -> tf.data.Dataset:
         """The next epoch as a `tf.data.Dataset` of batches, for `fit`, a strategy or a graph.
@@ -340,8 +342,9 @@ class _Epoch:
         first: int,
         batches: Callable[[int, int], Iterable[Any]],
         stacks: Callable[[int, int, int], tuple[Iterable[Any], int]],
+        last: int | None,
     ) -> None:
-        self._place = place
+        self._place, self._last = place, last
         self._reader = place.begin()
         self._epoch, self._next = place.epoch, max(first, place.batch)
         self._make_batches, self._make_stacks = batches, stacks
@@ -353,6 +356,10 @@ class _Epoch:
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __length_hint__(self) -> int:
+        """How many batches are left, where that is known; `operator.length_hint` asks."""
+        return NotImplemented if self._last is None else max(0, self._last - self._next)
 
     def __next__(self) -> Any:
         if self._batches is None:

@@ -6,12 +6,15 @@ losses, the progress bar and the history are Keras' own.
 """
 
 import contextlib
+import itertools
+import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfloop._accumulate import GradientsAccumulator
@@ -36,6 +39,7 @@ from tfloop._learner_checks import (
 from tfloop._modes import train, valid
 from tfloop._optimizer import ModuleOptimizer
 from tfloop._paths import unwrap
+from tfloop._progress import Progress
 from tfloop._replicas import is_default
 from tfloop._tape import Tape, total_loss
 from tfloop.data import DataLoader
@@ -102,6 +106,7 @@ class Learner:
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             self.metrics = [keras.metrics.Mean(name="loss"), *as_metrics(metrics)]
         self.model, self.optim = unwrap(model), optim.build(model)
+        self._progress = Progress(self.metrics)
         self._window = GradientsAccumulator(reduction="mean")
         self._waiting = 0  # batches in the window
         self._rate = Rate(self.lr, optim, model)
@@ -152,13 +157,20 @@ class Learner:
           epochs: The epochs of the whole run, those before a resume included.
           callbacks: Keras callbacks, as they are. Their own state isn't in a checkpoint.
           steps_per_execution: Batches in one call of a graph, with the same result; callbacks run
-            between the calls. A window of `accumulate` batches ends a call.
-          checkpoint: A folder for `tfloop.Checkpoint`, saved after every epoch: model, optimizer,
-            rates, and the places of DataLoaders. Or a `Checkpoint` of your own.
-          resume: Go on after the last epoch in `checkpoint`, exactly, if there is one.
+            between the calls, and count batches as in Keras. A window of `accumulate` batches ends
+            a call.
+          checkpoint: A folder for `tfloop.Checkpoint`, saved before the first epoch and after each:
+            model, optimizer, rates, and the places of DataLoaders. A callback that stops within an
+            epoch has it saved there, with the window and the metrics, if `train` is a `DataLoader`;
+            other data can't be entered in the middle, and its epoch begins anew. The step that
+            `restore` gives is the number of whole epochs. Or a `Checkpoint` of your own, which is
+            saved between epochs alone.
+          resume: Go on, exactly, from what `checkpoint` holds, if it holds anything. An epoch that
+            was begun is ended: its callbacks hear of the batches that were left, and its metrics
+            are those of all.
 
         Returns:
-          Keras' history of the epochs that this call ran.
+          Keras' history of the epochs that this call ran, or ended.
         Mutates: the model, the optimizer and the metrics.
 
         Raises:
@@ -184,62 +196,85 @@ class Learner:
             epochs=epochs,
             steps=_length(train),
         )
-        done = (saver.restore() or 0) if saver is not None and resume else 0
+        self._progress.batches = 0
+        done = saver.restore() if saver is not None and resume else None
+        if saver is not None and done is None and epochs > 0:
+            saver.save(0)  # for a run that doesn't come to the end of its first epoch
         events.on_train_begin()
         logs: dict[str, float] = {}
-        for epoch in range(done, epochs):
+        for epoch in range(done or 0, epochs):
             events.on_epoch_begin(epoch)
+            self._reset()
+            if self._progress.batches:
+                self._go_on(saver, train)
             logs = self._train_epoch(train, events, model, at_once)
+            is_whole = self._progress.batches == 0
+            if not is_whole and saver is not checkpoint and isinstance(train, DataLoader):
+                # Before validation and the callbacks: the whole epoch will have its own.
+                saver.save(epoch)
             if valid is not None:
-                found = self._valid_epoch(valid, events, at_once)
+                found = self._valid_epoch(valid, events, model, at_once)
                 logs |= {f"val_{name}": value for name, value in found.items()}
             events.on_epoch_end(epoch, logs)
-            if saver is not None:
+            if saver is not None and is_whole:
                 saver.save(epoch + 1)
             if model.stop_training:
                 break
-        self._rate.finalize()  # as in Keras: moving averages become the weights
+        if epochs > 0:
+            self._rate.finalize()  # as in Keras: moving averages become the weights
         events.on_train_end(logs)
         return model.history
+
+    def _go_on(self, saver: Any, data: Iterable[Any]) -> None:
+        """Takes up an epoch where it was left, whatever callbacks did as it began once more."""
+        if not all(metric.variables for metric in self.metrics):
+            self.valid_step(next(iter(data)))  # some metrics make theirs with the first batch
+        saver.restore()  # the place in the data, too
+        self._waiting = int(self._window.count.numpy())
 
     def _train_epoch(
         self, data: Iterable[Any], events: Any, model: Any, at_once: int
     ) -> dict[str, float]:
-        self._reset()
-        if self._waiting:  # what an interrupted epoch has left
+        batches, done = iter(data), self._progress.batches
+        if self.accumulate > 1 and not done:  # an interrupted epoch may have left something
             self._window.reset()
             self._waiting = 0
-        batches, done = iter(data), 0
-        while (drawn := _drawn(batches, at_once)) is not None:
+        is_stopped = False
+        while not is_stopped and (drawn := _drawn(batches, at_once)) is not None:
             events.on_train_batch_begin(done)
             steps = at_once
             if self.accumulate > 1:  # a call ends with the window
                 steps = min(steps, self.accumulate - self._waiting)
             ran, logs = self._run(self._train, drawn, steps, self._rate.numbers())
-            if ran == 0:
-                break
             self._trained(ran)
+            events.on_train_batch_end(done + steps - 1, logs)
             done += ran
-            events.on_train_batch_end(done - 1, logs)
-            if model.stop_training:
-                break
+            self._progress.batches = done
+            is_stopped = model.stop_training and done != _length(data)
         check_drawn("train", done)
+        if is_stopped:  # a window that isn't full waits with the epoch
+            return self._results()
+        self._progress.batches = 0
         if self._waiting:  # the rest of the epoch is a shorter window
             self._update(self._rate.numbers())
             self._waiting = 0
         return self._results()
 
-    def _valid_epoch(self, data: Iterable[Any], events: Any, at_once: int) -> dict[str, float]:
+    def _valid_epoch(
+        self, data: Iterable[Any], events: Any, model: Any, at_once: int
+    ) -> dict[str, float]:
         self._reset()
+        model.stop_evaluating = False
         events.on_test_begin()
         batches, done = iter(data), 0
         while (drawn := _drawn(batches, at_once)) is not None:
             events.on_test_batch_begin(done)
             ran, logs = self._run(self._valid, drawn, at_once)
-            if ran == 0:
-                break
+            events.on_test_batch_end(done + at_once - 1, logs)
             done += ran
-            events.on_test_batch_end(done - 1, logs)
+            if model.stop_evaluating:
+                for _ in batches:  # to the end of the epoch, where a loader's next one begins
+                    pass
         check_drawn("valid", done)
         logs = self._results()
         events.on_test_end(logs)
@@ -299,16 +334,16 @@ class Learner:
         mean.update_state(tf.where(weight > 0, loss, tf.zeros_like(loss)), sample_weight=weight)
         for metric in metrics:
             metric.update_state(y, outputs)
-        if self._strategy is not None:
-            return {}  # a replica knows its own part alone
-        return {metric.name: metric.result() for metric in self.metrics}
+        # A replica knows its own part alone.
+        return {} if self._strategy is not None else _logs(self.metrics)
 
     def _reset(self) -> None:
         for metric in self.metrics:
             metric.reset_state()
 
-    def _results(self) -> dict[str, float]:
-        return {metric.name: float(metric.result()) for metric in self.metrics}
+    def _results(self) -> dict[str, Any]:
+        found = {name: np.asarray(value) for name, value in _logs(self.metrics).items()}
+        return {name: value if value.ndim else float(value) for name, value in found.items()}
 
     def _saver(self, checkpoint: Any, **data: Any) -> Checkpoint | None:
         """The checkpoint with all that a run needs to go on."""
@@ -316,10 +351,22 @@ class Learner:
             return checkpoint
         check_folder(checkpoint)
         objects = {"model": self.model, "optim": self.optim, "rate_factor": self._rate.factor}
+        objects["progress"] = self._progress
+        if self.accumulate > 1:
+            objects["window"] = self._window
         if isinstance(self.lr, ModuleLrScheduler):
             objects["scheduler"] = self.lr
         loaders = {name: loader for name, loader in data.items() if isinstance(loader, DataLoader)}
         return Checkpoint(checkpoint, **objects, **loaders)
+
+
+def _logs(metrics: list[keras.metrics.Metric]) -> dict[str, Any]:
+    """The results by name; those that are several bring names of their own, as in Keras."""
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        result = metric.result()
+        found |= result if isinstance(result, dict) else {metric.name: result}
+    return found
 
 
 def _length(data: Any) -> int | None:
@@ -331,8 +378,14 @@ def _length(data: Any) -> int | None:
 
 
 def _drawn(batches: Iterator[Any], at_once: int) -> Any:
-    """The next batch, or the iterator itself for calls that draw several; `None` at its end."""
-    return next(batches, None) if at_once == 1 else batches
+    """The next batch, or an iterator for a call that draws several; `None` at the end."""
+    left = operator.length_hint(batches, -1)
+    if at_once == 1 or left == 0:
+        return next(batches, None)
+    if left > 0 and hasattr(batches, "stack"):
+        return batches  # a DataLoader's, which knows what is left and stacks it itself
+    several = list(itertools.islice(batches, at_once))
+    return iter(several) if several else None
 
 
 def _rows(x: Any) -> tf.Tensor:

@@ -13,6 +13,7 @@ from tfloop._arguments import whole_number
 from tfloop._messages import described, listed
 
 _LARGEST = 2**32 - 1  # NumPy takes no larger one.
+_MOST_CPU_PARTS = 16  # Tracing a step takes as many times as long, before the first one runs.
 
 
 def seed(n: int, *, deterministic: bool = False) -> None:
@@ -62,8 +63,9 @@ def strategy(name: str = "auto") -> tf.distribute.Strategy:
 
     Args:
       name: `"auto"`: several hosts where `TF_CONFIG` names them, else the TPU, all GPUs, or the
-        CPU. `"cpu"`; `"cpu:2"`, which parts the CPU into 2 devices to try replicas on; `"gpu"`, all
-        of them; `"gpu:2"`, the first 2; `"tpu"`; `"multi_worker"`, the hosts of `TF_CONFIG`.
+        CPU. `"cpu"`; `"cpu:2"`, which parts the CPU into 2 devices to try replicas on, at most 16;
+        `"gpu"`, all of them; `"gpu:2"`, the first 2; `"tpu"`; `"multi_worker"`, the hosts of
+        `TF_CONFIG`.
 
     Returns:
       TensorFlow's default strategy for the CPU or for one device of a kind that it would choose by
@@ -71,7 +73,7 @@ def strategy(name: str = "auto") -> tf.distribute.Strategy:
       devices are the same MirroredStrategy. Nothing of GPUs and TPUs was run by the authors.
 
     Raises:
-      ValueError: Another name, or a device that this machine hasn't got.
+      ValueError: Another name, a device that this machine hasn't got, or too many parts.
       RuntimeError: The CPU is to be parted, and TensorFlow has already been used.
       TypeError: `name` isn't a string.
 
@@ -130,6 +132,12 @@ def _as_int(number: str) -> int | str:
 
 
 def _cpu(call: str, count: int | None, *, beside_gpus: bool) -> tf.distribute.Strategy:
+    if count is not None and count > _MOST_CPU_PARTS:
+        raise ValueError(
+            f"`{call}` would part the CPU too often: got {count}, expected at most "
+            f"{_MOST_CPU_PARTS}. Each part is a copy of the model and traces the step anew, and "
+            "none makes it faster. Two show what replicas do: `tfloop.strategy('cpu:2')`."
+        )
     (cpu,) = tf.config.list_physical_devices("CPU")
     parts = tf.config.get_logical_device_configuration(cpu) or [None]
     if count is not None and len(parts) != count:
