@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import flags
 
 import tfloop
-from tfloop.examples import _command, _images, mnist
+from tfloop.examples import _command, _images, _workdir, mnist
 
 _QUICK = flags.DEFINE_bool("quick", False, "Two epochs, to see that everything works.")
 
@@ -50,11 +50,11 @@ def train(
     )
     callbacks, checkpoint = [], None
     if config.workdir is not None:
-        config.save(f"{config.workdir}/config.json")
-        callbacks.append(
-            keras.callbacks.CSVLogger(f"{config.workdir}/log.csv", append=config.resume)
-        )
-        checkpoint = f"{config.workdir}/checkpoints"
+        folder = _workdir.check(config.workdir, config, resume=config.resume)
+        config.save(folder / "config.json")
+        log = keras.callbacks.CSVLogger(str(folder / "log.csv"), append=config.resume)
+        callbacks.append(log)
+        checkpoint = folder / "checkpoints"
     return learner.fit(
         loader(config, train_images),
         loader(config, test_images),

@@ -196,6 +196,7 @@ class Learner:
             epochs=epochs,
             steps=_length(train),
         )
+        keeps_place = saver is not checkpoint and isinstance(train, DataLoader)
         self._progress.batches = 0
         done = saver.restore() if saver is not None and resume else None
         if saver is not None and done is None and epochs > 0:
@@ -209,7 +210,7 @@ class Learner:
                 self._go_on(saver, train)
             logs = self._train_epoch(train, events, model, at_once)
             is_whole = self._progress.batches == 0
-            if not is_whole and saver is not checkpoint and isinstance(train, DataLoader):
+            if saver is not None and keeps_place and not is_whole:
                 # Before validation and the callbacks: the whole epoch will have its own.
                 saver.save(epoch)
             if valid is not None:

@@ -1,12 +1,13 @@
 """What a run tells: lines on the terminal, averages of each epoch, files for later."""
 
+import json
 import math
 import pathlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -15,6 +16,7 @@ import rich.progress
 import tensorflow as tf
 
 import tfloop
+from tfloop.examples import _workdir
 from tfloop.examples._command import UnusableInput
 
 
@@ -26,14 +28,15 @@ class Iteration(NamedTuple):
     samples: int
 
 
-class Report:
+class Report(tf.train.experimental.PythonState):
     """Takes what every iteration of the splits has to tell: loss, accuracy, more scalars.
 
     A tensor is read back only where its line is printed, and at the end of the epoch, so that
     the loop never waits for it. Ctrl-C ends the run after the iteration, a second one at once.
 
-    With a `workdir`, `config.json` is written at once, TensorBoard scalars at the end of each
-    epoch, and the pictures at the end of the run, early or not.
+    With a `workdir`, `config.json` is written as the run starts, TensorBoard scalars at the end of
+    each epoch, and the pictures at the end of the run, early or not. It is state: in a checkpoint
+    it saves the epochs behind it, so that the curves of a resumed run are those of the whole one.
 
     Attributes:
       history: Split -> its iterations.
@@ -44,16 +47,13 @@ class Report:
     def __init__(
         self, config: tfloop.Config, lengths: dict[str, int], *, workdir: str | None, log_every: int
     ) -> None:
-        """Prepares the work folder.
+        """Writes nothing yet.
 
         Args:
           config: Saved as `config.json`.
           lengths: Batches of each split, for the progress bar: `{"Train": 23, "Valid": 6}`.
           workdir: A folder, made where missing; None writes no files.
           log_every: Iterations from one line to the next.
-
-        Raises:
-          UnusableInput: The folder can't be written.
         """
         self.history: dict[str, list[Iteration]] = {split: [] for split in lengths}
         self.averages: dict[str, list[Iteration]] = {split: [] for split in lengths}
@@ -62,10 +62,10 @@ class Report:
         self._counts: Any = None  # The confusion matrix of the epoch that runs.
         self._lengths, self._log_every = lengths, log_every
         self._first, self._step = 1, 0  # The epoch that this run began with, steps behind it.
+        self._has_news = False  # beyond what was restored
+        self._config = config
         self._workdir = None if workdir is None else pathlib.Path(workdir).expanduser()
         self._writers: dict[str, Any] = {}
-        if self._workdir is not None:
-            self._writers = _open(config, self._workdir, lengths)
         self._bar = rich.progress.Progress(
             *rich.progress.Progress.get_default_columns(),
             "{task.fields[shown]}",
@@ -102,6 +102,7 @@ class Report:
             self._bar.add_task(f"{split} {epoch}", total=self._lengths[split], shown="")
         iterations = range(iteration, iteration + math.prod(getattr(loss, "shape", ())))
         self._bar.advance(self._bar.task_ids[0], len(iterations))
+        self._has_news = True
         if split == "Train":
             if not self._step:
                 self._first = epoch
@@ -170,8 +171,47 @@ class Report:
                         _scalar(tag, one[tag], step)
         return average
 
+    def serialize(self) -> str:
+        """The epochs that are over, as JSON; `tfloop.Checkpoint` calls it."""
+        confusion = self.confusion and (self.confusion[0], self.confusion[1].tolist())
+        names = {"lengths": self._lengths, "history": self.history, "averages": self.averages}
+        return json.dumps({**names, "confusion": confusion})
+
+    def deserialize(self, string_value: str) -> None:
+        """Goes on after epochs of an earlier run.
+
+        Raises:
+          ValueError: They had other numbers of batches.
+        """
+        record = json.loads(string_value)
+        if record["lengths"] != self._lengths:
+            raise ValueError(
+                f"got data of {self._lengths} batches, expected {record['lengths']} as the run "
+                "had. Name the same data: --dataset."
+            )
+        for mine, values in ((self.history, "history"), (self.averages, "averages")):
+            mine.update({split: [Iteration(*v) for v in record[values][split]] for split in mine})
+        if record["confusion"] is not None:
+            epoch, counts = record["confusion"]
+            self.confusion = (epoch, np.asarray(counts))
+        self._step = len(self.history["Train"])
+
     def __enter__(self) -> Self:
-        """Starts the progress bar, on a terminal alone, and watches for Ctrl-C."""
+        """Opens the work folder, starts the progress bar, on a terminal alone, watches for Ctrl-C.
+
+        Raises:
+          UnusableInput: The folder can't be written.
+        """
+        if self._workdir is not None:
+            try:
+                self._config.save(self._workdir / "config.json")
+                self._writers = _workdir.open_writers(
+                    self._workdir, self._lengths, last_step=self._step
+                )
+            except (OSError, tf.errors.OpError) as error:
+                raise UnusableInput(f"--workdir={self._workdir} can't be written: {error}.") from (
+                    error
+                )
         self._bar.start()
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -195,7 +235,7 @@ class Report:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for split in self._epoch:
             self._close(split)
-        if kind is KeyboardInterrupt or not self.history["Train"]:
+        if kind is KeyboardInterrupt or not self._has_news:
             how = "Interrupted" if kind is KeyboardInterrupt else "Ended"
             print(f"{how} after {len(self.history['Train'])} iterations.", flush=True)
         if self._workdir is not None:
@@ -236,17 +276,6 @@ def _average(values: list[Iteration]) -> Iteration:
     loss = sum(value.loss * value.samples for value in values) / samples
     accuracy = sum(value.accuracy * value.samples for value in values) / samples
     return Iteration(loss, accuracy, samples)
-
-
-def _open(config: tfloop.Config, folder: pathlib.Path, splits: Iterable[str]) -> dict[str, Any]:
-    """Saves the config and opens a TensorBoard writer a split."""
-    try:
-        config.save(folder / "config.json")
-        return {
-            split: tf.summary.create_file_writer(str(folder / split.lower())) for split in splits
-        }
-    except (OSError, tf.errors.OpError) as error:
-        raise UnusableInput(f"--workdir={folder} can't be written: {error}.") from error
 
 
 def _scalar(tag: str, value: float, step: int) -> None:

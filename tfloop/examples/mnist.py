@@ -13,7 +13,7 @@ import tensorflow as tf
 from pydantic import Field, ValidationInfo, field_validator
 
 import tfloop
-from tfloop.examples import _command, _images
+from tfloop.examples import _command, _images, _workdir
 from tfloop.examples._report import Report
 
 MEAN, STD = 0.1307, 0.3081  # Of MNIST's training pixels, in units of 255.
@@ -74,7 +74,7 @@ class TrainingConfig(tfloop.Config):
         description="Folder for config.json, checkpoints, TensorBoard scalars, curves.png (losses, "
         "accuracies) and confusion.png (which digits are taken for which).",
     )
-    resume: bool = Field(False, description="Go on from the last checkpoint in --workdir.")
+    resume: bool = Field(False, description="Go on after the last whole epoch in --workdir.")
     log_every: int = Field(10, gt=0, description="Iterations between two lines.")
     model: ModelConfig = ModelConfig()
     optimizer: tfloop.AdamConfig = tfloop.AdamConfig()
@@ -172,16 +172,18 @@ def train(
         # The new axis: several replicas' matrices come back end to end.
         return loss, percent_correct(logits, batch.targets), confusion[tf.newaxis]
 
+    lengths = {"Train": len(train_loader), "Valid": len(test_loader)}
+    report = Report(config, lengths, workdir=config.workdir, log_every=config.log_every)
     checkpoint, done = None, 0
     if config.workdir is not None:
+        folder = _workdir.check(config.workdir, config, resume=config.resume)
         objects = {"model": model, "optim": optim, "train": train_loader, "valid": test_loader}
-        checkpoint = tfloop.Checkpoint(f"{config.workdir}/checkpoints", **objects)
+        checkpoint = tfloop.Checkpoint(folder / "checkpoints", **objects, report=report)
         if config.resume:
             with _command.blaming("--resume"):
                 done = checkpoint.restore() or 0  # The epochs behind it, or None.
 
-    lengths = {"Train": len(train_loader), "Valid": len(test_loader)}
-    with Report(config, lengths, workdir=config.workdir, log_every=config.log_every) as report:
+    with report:
         for epoch in range(done + 1, config.num_epochs + 1):
             if config.steps_per_execution == 1:
                 for iteration, batch in enumerate(train_loader):
