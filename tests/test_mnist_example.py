@@ -60,6 +60,14 @@ def command(capsys):
     return run
 
 
+@pytest.fixture
+def heeded_sigint():
+    """Python's own reaction to Ctrl-C, which a shell's background job is started without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def by_hand(config, images, labels, iterations):
     """The losses and gradient norms of a loop without tfloop: a GradientTape and Keras' Adam."""
     keras.utils.set_random_seed(config.seed)
@@ -281,7 +289,7 @@ class TestReport:
             for iteration in (0, 2, 4)
         ]
 
-    def test_ctrl_c_waits_for_the_end_of_the_iteration_once(self):
+    def test_ctrl_c_waits_for_the_end_of_the_iteration_once(self, heeded_sigint):
         def interrupted():
             with self.report() as report:
                 signal.raise_signal(signal.SIGINT)
@@ -330,6 +338,34 @@ class TestReport:
         assert found["rate"] == [(4, 1.0), (5, 2.0), (6, 3.0)]
         assert found["fixed"] == [(4, 7.0), (5, 7.0), (6, 7.0)]
         assert found["accuracy"] == [(6, 18.0)]
+
+    def test_an_ignored_ctrl_c_stays_ignored(self, heeded_sigint):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with self.report() as report:
+            signal.raise_signal(signal.SIGINT)
+            report.iteration("Train", 1, 0, 1.0, 50.0, 3)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+    def test_its_state_is_the_epochs_behind_it(self, tmp_path, capsys):
+        def epoch(report, number):
+            report.iteration("Train", number, 0, [3.0, 1.0, 2.0], [1.0, 2.0, 3.0], [4, 4, 4])
+            report.confuse(np.array([[[number, 0], [0, 3]]]))
+            report.epoch(number)
+
+        whole, first, second = (self.report() for _ in range(3))
+        for number in (1, 2):
+            epoch(whole, number)
+        epoch(first, 1)
+        second.deserialize(first.serialize())
+        epoch(second, 2)
+        assert second.serialize() == whole.serialize()
+        assert second.history == whole.history
+        assert second.confusion[1].tolist() == [[2, 0], [0, 3]]
+
+    def test_it_refuses_the_epochs_of_other_data(self):
+        other = Report(mnist.TrainingConfig(), {"Train": 4, "Valid": 1}, workdir=None, log_every=1)
+        with pytest.raises(ValueError, match=r"got data of {'Train': 3.*} batches, expected .*4"):
+            self.report().deserialize(other.serialize())
 
     def test_an_epoch_without_end_has_no_confusion_matrix(self):
         with self.report() as report:
@@ -429,6 +465,108 @@ class TestFiles:
         assert [step for step, _ in scalars(tmp_path / "valid")["loss"]] == [23, 46, 69]
         steps = [step for step, _ in scalars(tmp_path / "train")["gradient_norm/all"]]
         assert steps == list(range(1, 70))
+
+    @pytest.fixture
+    def drawn(self, monkeypatch):
+        """The curves that are drawn."""
+        found, draw = [], _plots.curves
+
+        def noted(*args, **options):
+            found.append((args, options))
+            return draw(*args, **options)
+
+        monkeypatch.setattr(_plots, "curves", noted)
+        return found
+
+    def test_a_resumed_run_has_the_curves_of_the_whole_one(self, command, tmp_path, drawn):
+        arguments = ["--dataset=digits", "--model.hidden_size=8", "--lr=1e-3"]
+        assert command(*arguments, "--num_epochs=3", f"--workdir={tmp_path / 'whole'}")[0] == 0
+        parts = [*arguments, f"--workdir={tmp_path / 'parts'}"]
+        assert command(*parts, "--num_epochs=1")[0] == 0
+        assert command(*parts, "--num_epochs=3", "--resume")[0] == 0
+        whole, _, resumed = drawn
+        assert resumed == whole
+        assert len(whole[0][0]) == 69
+
+        # Nothing is left to do, and nothing is lost.
+        files = ("curves.png", "confusion.png")
+        before = [(tmp_path / "parts" / name).read_bytes() for name in files]
+        code, out, _ = command(*parts, "--num_epochs=3", "--resume")
+        assert code == 0
+        assert "Ended after 69 iterations." in out
+        assert drawn[-1] == whole
+        assert [(tmp_path / "parts" / name).read_bytes() for name in files] == before
+        for split in ("train", "valid"):
+            found = scalars(tmp_path / "parts" / split)
+            assert found == scalars(tmp_path / "whole" / split)
+
+    def test_a_run_interrupted_in_an_epoch_writes_it_once(
+        self, digits, tmp_path, drawn, monkeypatch
+    ):
+        def interrupted(report, split, epoch, iteration, *noted):
+            step(report, split, epoch, iteration, *noted)
+            if (split, epoch, iteration) == ("Train", 2, 7):
+                raise KeyboardInterrupt
+
+        config = mnist.TrainingConfig(
+            num_epochs=2, workdir=str(tmp_path / "parts"), model=mnist.ModelConfig(hidden_size=8)
+        )
+        mnist.train(config.replace(workdir=str(tmp_path / "whole")), *digits)
+        step = Report.iteration
+        with monkeypatch.context() as patch:
+            patch.setattr(Report, "iteration", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                mnist.train(config, *digits)
+        assert [n for n, _ in scalars(tmp_path / "parts" / "train")["loss"]] == [23, 31]
+        mnist.train(config.replace(resume=True), *digits)
+        assert drawn[-1] == drawn[0]
+        for split in ("train", "valid"):
+            found = scalars(tmp_path / "parts" / split)
+            assert found == scalars(tmp_path / "whole" / split)
+
+    def test_an_event_that_was_not_written_whole_does_no_harm(self, digits, tmp_path):
+        config = mnist.TrainingConfig(
+            num_epochs=1, workdir=str(tmp_path), model=mnist.ModelConfig(hidden_size=8)
+        )
+        mnist.train(config, *digits)
+        (file,) = (tmp_path / "train").iterdir()
+        file.write_bytes(file.read_bytes() + b"half a record, cut")
+        mnist.train(config.replace(resume=True, num_epochs=2), *digits)
+        assert [step for step, _ in scalars(tmp_path / "train")["loss"]] == [23, 46]
+
+    def test_a_folder_in_use_is_refused_with_both_ways_on(self, command, tmp_path):
+        arguments = ["--dataset=digits", "--model.hidden_size=8", "--num_epochs=1"]
+        used = f"--workdir={tmp_path}"
+        assert command(*arguments, used)[0] == 0
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        refused = [
+            ([*arguments, used], "holds a run already. Go on with it by --resume, or name another"),
+            (
+                [*arguments, used, "--resume", "--lr=0.5", "--optimizer.beta_1=0.5"],
+                "got lr=0.5, optimizer.beta_1=0.5, expected lr=0.0001, optimizer.beta_1=0.9",
+            ),
+            ([*arguments, used, "--resume", "--batch_size=32"], "got batch_size=32, expected b"),
+        ]
+        for line, expected in refused:
+            code, out, err = command(*line)
+            assert (code, err.count("\n")) == (2, 1)
+            assert expected in err
+            assert "Iteration" not in out
+        after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert after == before
+
+        # The line names the settings' file, and with that it goes on.
+        config = f"--config={tmp_path / 'config.json'}"
+        assert command(config, used, "--resume", "--num_epochs=2")[0] == 0
+        assert [step for step, _ in scalars(tmp_path / "train")["loss"]] == [23, 46]
+
+    def test_a_folder_with_settings_alone_is_free_and_one_without_a_run_may_be_resumed(
+        self, command, tmp_path
+    ):
+        mnist.TrainingConfig(num_epochs=0, dataset="digits").save(tmp_path / "config.json")
+        config = f"--config={tmp_path / 'config.json'}"
+        assert command(config, f"--workdir={tmp_path}")[0] == 0
+        assert command(config, f"--workdir={tmp_path / 'new'}", "--resume")[0] == 0
 
     def test_without_a_work_folder_nothing_is_written(self, command, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

@@ -67,8 +67,12 @@ def test_resume_without_a_workdir_is_one_clear_line():
 
 @again_after_native_abort
 def test_resume_of_another_model_is_one_clear_line(tmp_path):
-    first = start("--workdir", str(tmp_path), "--num_epochs", "1", "--accumulate", "1")
-    first.communicate()
-    error = the_error(start("--workdir", str(tmp_path), "--resume", "--model.hidden_size", "4"))
+    start("--workdir", str(tmp_path), "--num_epochs", "1").communicate()
+    again = ("--workdir", str(tmp_path), "--resume")
+    assert the_error(start(*again, "--model.hidden_size", "4")).startswith(
+        "error: --resume can't be used: got model.hidden_size=4, expected model.hidden_size=8 "
+    )
+    (tmp_path / "config.json").unlink()  # The checkpoint knows it, too.
+    error = the_error(start(*again, "--model.hidden_size", "4"))
     assert error.startswith("error: --resume can't be used: ")
     assert "linear1.kernel" in error
