@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfloop import _replicas, _sparse, _traces
+from tfloop import _overwritten, _replicas, _sparse, _traces
 from tfloop._gradients import GradientsParams
 from tfloop._messages import described, listed
 from tfloop._paths import AddressBook, address_book, root_key
@@ -196,6 +196,9 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             for path, grad in received.items():
                 buffer = self._buffers[path]
                 grad = _sparse.cast(grad, buffer.dtype)
+                if _overwritten.is_value(path):
+                    self._keep_larger(path, grad, weight)
+                    continue
                 if factor is not None:
                     grad = weighted(grad, factor)
                 if _sparse.is_sparse(grad):
@@ -206,6 +209,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 else:
                     buffer.assign_add(grad, read_value=False)  # reading it back slows the trace
             flags = tf.constant([float(path in received) for path in self._buffers], tf.float32)
+            if any(map(_overwritten.is_value, received)):
+                # A value that didn't count isn't there: 0 in its place would be a value, too.
+                values = [*map(_overwritten.is_value, self._buffers)]
+                flags = tf.where(values, flags * tf.cast(weight > 0, flags.dtype), flags)
             self._present.assign(tf.maximum(self._present, flags))
             self._weight.assign_add(weight)
             self._count.assign_add(1)
@@ -261,7 +268,12 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         flags = self._present.numpy() > 0
         parts = self._parts()
         held = (pair for pair, there in zip(self._buffers.items(), flags, strict=True) if there)
-        sums = {f"{self.reduction}/{path}": _part(buffer, parts) for path, buffer in held}
+        sums = {
+            f"{self.reduction}/{path}": _replicas.largest(buffer)
+            if _overwritten.is_value(path)
+            else _part(buffer, parts)
+            for path, buffer in held
+        }
         return {"count": self._count, "weight": _part(self._weight, parts), **sums}
 
     def assignments(self, state: Mapping[str, Any]) -> list[tuple[tf.Variable, Any]]:
@@ -276,7 +288,9 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         pairs = [(self._count, state["count"]), (self._weight, parts * np.asarray(state["weight"]))]
         for path, buffer in self._buffers.items():
             nothing = np.broadcast_to(buffer.dtype.as_numpy_dtype(0), buffer.shape)
-            pairs.append((buffer, parts * np.asarray(sums[path]) if path in sums else nothing))
+            # TensorFlow divides what it is given between the replicas.
+            times = self._replicas() if _overwritten.is_value(path) else parts
+            pairs.append((buffer, times * np.asarray(sums[path]) if path in sums else nothing))
         return [*pairs, (self._present, flags)]
 
     def serialize(self) -> bytes:
@@ -344,7 +358,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 with _replicas.scope_of([variable]):
                     buffer = tf.Variable(zeros, name=f"sum/{path}", **_replicas.SUMMED)
             if buffer is not None:
-                buffers[path] = buffer
+                buffers[_overwritten.path_for(path, variable)] = buffer
                 present.append(flags.get(before, 0.0))
         self._sums_of(self._restored, buffers)  # raises before anything is changed
         self._model, self._book, self._buffers = model, book, buffers
@@ -362,6 +376,13 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             for variable, value in self.assignments(self._restored):
                 variable.assign(value)
             self._restored = {}
+
+    def _keep_larger(self, path: str, value: Gradient, weight: tf.Tensor) -> None:
+        """Keeps the maximum of what a window gets for a variable that is overwritten."""
+        buffer = self._buffers[path]
+        there = self._present[list(self._buffers).index(path)] > 0
+        largest = tf.where(there, _overwritten.larger(buffer, value), _sparse.densify(value))
+        buffer.assign(tf.where(weight > 0, largest, buffer))
 
     def _weights(self, weight: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
         """How much a micro-batch counts, and by what its gradients are multiplied, if at all."""
@@ -426,8 +447,11 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
 
     def _parts(self) -> int:
         """How many replicas' plain sums a step will take the mean of."""
+        return 1 if self.reduction == "mean" else self._replicas()
+
+    def _replicas(self) -> int:
         home = _replicas.strategy_of(self._buffers.values())
-        return 1 if home is None or self.reduction == "mean" else home.num_replicas_in_sync
+        return 1 if home is None else home.num_replicas_in_sync
 
     def _freshness(self, call: str) -> list[tf.Operation]:
         """In a trace: are the buffers still those that it was made with?
@@ -481,7 +505,8 @@ def means(window: Window) -> dict[str, Gradient]:
     """Path -> gradient: the sums, or the means over the weights."""
     if window.weight is None:
         return window.sums
-    return {path: divided(total, window.weight) for path, total in window.sums.items()}
+    sums, values = _overwritten.parted(window.sums)
+    return {path: divided(total, window.weight) for path, total in sums.items()} | values
 
 
 def _part(variable: tf.Variable, parts: int) -> Any:

@@ -20,6 +20,7 @@ from tfloop._gradients import GradientsParams
 from tfloop._groups import ParamGroup
 from tfloop._messages import listed
 from tfloop._optimizer import ModuleOptimizer
+from tfloop._overwritten import path_for
 from tfloop._paths import address_book, is_variable, root_key, unwrap
 from tfloop._scaling import LossScaler
 
@@ -281,7 +282,8 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
                 f"variables {listed(unknown)}, expected those of {book.description}. Make it for "
                 "the model that is compiled: `model.compile(optim.as_keras(model), ...)`."
             )
-        return dict(zip(paths, values, strict=True))  # type: ignore[arg-type]
+        keys = map(path_for, paths, variables)  # type: ignore[arg-type]
+        return dict(zip(keys, values, strict=True))
 
     def _served(self) -> list[str]:
         """The paths of what `fit` trains now, in Keras' order."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfloop import _replicas, _sparse, _traces
+from tfloop import _overwritten, _replicas, _sparse, _traces
 from tfloop._groups import ParamGroup
 from tfloop._messages import described, listed
 from tfloop._paths import AddressBook, Variable, address_book, tf_variable, variable_id
@@ -35,11 +35,22 @@ class Gradients:
         sources: Iterable[Any],
         grads: Iterable[Gradient | None],
         *,
+        scaled: Iterable[Gradient | None] | None = None,
         of_everything: bool = False,
     ) -> None:
-        self._entries = {
-            variable_id(source): (source, grad) for source, grad in zip(sources, grads, strict=True)
-        }
+        """Keeps what a pass gave.
+
+        Args:
+          sources: What was asked for.
+          grads: The gradient of each.
+          scaled: What came before a scale was divided out, where there was one. Only a
+            `keras.Variable` tells whether it takes a value, and a tape sees what is inside of it.
+          of_everything: Was all asked for that the tape had watched?
+        """
+        sources, grads = list(sources), list(grads)
+        ids = list(map(variable_id, sources))
+        self._entries = dict(zip(ids, zip(sources, grads, strict=True), strict=True))
+        self._scaled = {} if scaled is None else dict(zip(ids, scaled, strict=True))
         self._of_everything = of_everything
 
     @_traces.not_converted
@@ -51,7 +62,8 @@ class Gradients:
 
         Returns:
           A tensor (or `tf.IndexedSlices`) of the source's shape; `None` if the loss doesn't
-          depend on it.
+          depend on it. For a variable with `overwrite_with_gradient` (the scales of a float8
+          layer) its new value, which no scale is divided out of.
         Mutates: nothing.
         Graph mode: works inside `tf.function`.
 
@@ -65,7 +77,10 @@ class Gradients:
                 f"expected one of {known}. A tensor must be the very object that was watched. "
                 "Watch it: `tfloop.Tape(watch=[x])`, or ask for it: `tape.backward(loss, wrt=[x])`."
             )
-        return self._entries[variable_id(source)][1]
+        key = variable_id(source)
+        if _overwritten.overwrites(source) and key in self._scaled:
+            return self._scaled[key]
+        return self._entries[key][1]
 
     def __len__(self) -> int:
         """How many sources were asked for, dependent or not."""
@@ -102,7 +117,11 @@ def share_of(
     overlooked = [path for path, variable in wanted.items() if grads._overlooked(variable)]
     if overlooked:
         raise ValueError(_MSG_UNWATCHED.format(call=_FROM_GRADS, names=listed(overlooked)))
-    asked = {path: grads.wrt(v) for path, v in wanted.items() if grads._asked(v)}
+    asked = {
+        _overwritten.path_for(path, v): grads.wrt(v)
+        for path, v in wanted.items()
+        if grads._asked(v)
+    }
     share = {path: grad for path, grad in asked.items() if grad is not None}
     if not share:
         _replicas.check_context(_FROM_GRADS, book.variables)  # the likelier cause

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfloop import _sparse
+from tfloop import _overwritten, _sparse
 from tfloop._paths import tf_variable
 from tfloop._sparse import Gradient
 
@@ -206,7 +206,7 @@ def cells_of(targets: Mapping[str, keras.Variable], *, fuse: bool) -> list[Cell]
 
 def _is_small(target: keras.Variable) -> bool:
     """Does it gain from the vector, and has it nothing that must be done to it alone?"""
-    alone = target.constraint is not None or getattr(target, "overwrite_with_gradient", False)
+    alone = target.constraint is not None or _overwritten.overwrites(target)
     shared = getattr(tf_variable(target), "distribute_strategy", None)
     replicated = shared is not None and shared.num_replicas_in_sync > 1
     return math.prod(target.shape) <= _SMALL and not alone and not replicated

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfloop import _sparse
+from tfloop import _overwritten, _sparse
 from tfloop._messages import described, listed
 from tfloop._paths import AddressBook
 from tfloop._sparse import Gradient
@@ -101,5 +101,5 @@ def against_book(
                 f"{_sparse.shape_of(grad)}, expected {shape}. It was registered for another "
                 "variable. Look at them before: `print(grads)`."
             )
-        checked[canonical] = grad
+        checked[_overwritten.path_for(canonical, book.variables[canonical])] = grad
     return checked

@@ -12,7 +12,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfloop import _backward, _gradient_checks, _reduction, _replicas, _sparse, _traces
+from tfloop import (
+    _backward,
+    _gradient_checks,
+    _overwritten,
+    _reduction,
+    _replicas,
+    _sparse,
+    _traces,
+)
 from tfloop._backward import Gradients as Gradients
 from tfloop._backward import gradient_name
 from tfloop._groups import ParamGroup, as_group
@@ -35,6 +43,12 @@ class GradientsParams(Mapping[str, Gradient]):
     `GradientsAccumulator.accumulate` consume it: they leave a mark in the Python scope, and a
     second step or any algebra on it raises and names `copy()`. Plain reading keeps working. On an
     argument of a `tf.function`, change a `copy()`: TensorFlow refuses to see arguments mutated.
+
+    What comes for a variable with `overwrite_with_gradient` (a scale of a Keras float8 layer) is
+    its new value, and no gradient: `scale` and `map` leave it as it is, `merge`, `reduce` and
+    accumulation take the maximum, `dot` and `global_norm` leave it out. `from_grads` knows such
+    paths, and they stay known in all that is made of them; one that you write out yourself is
+    taken for a gradient's until `step` or `accumulate` sees the model.
 
     Args:
       mapping: Path -> gradient, or pairs of these.
@@ -147,7 +161,8 @@ class GradientsParams(Mapping[str, Gradient]):
         mine, theirs = self._both("grads.merge(other)", other)
         merged = {**mine, **theirs}
         for path in filter(theirs.__contains__, mine):
-            merged[path] = _sparse.add(mine[path], theirs[path])
+            both = _overwritten.larger if _overwritten.is_value(path) else _sparse.add
+            merged[path] = both(mine[path], theirs[path])
         return type(self)(merged)
 
     @_traces.not_converted
@@ -188,7 +203,9 @@ class GradientsParams(Mapping[str, Gradient]):
                 "Elementwise factors differ from path to path. Reduce it: "
                 "`grads.scale(tf.reduce_mean(factor))`."
             )
-        return type(self)({path: _sparse.scale(grad, factor) for path, grad in grads.items()})
+        scaled, _ = _overwritten.parted(grads)
+        scaled = {path: _sparse.scale(grad, factor) for path, grad in scaled.items()}
+        return type(self)({**grads, **scaled})
 
     @_traces.not_converted
     def map(self, fn: Callable[[tf.Tensor], tf.Tensor]) -> "GradientsParams":
@@ -203,8 +220,8 @@ class GradientsParams(Mapping[str, Gradient]):
           TypeError: `fn` gave something that isn't a gradient.
         """
         call = "grads.map(fn)"
-        mapped = {}
-        for path, grad in self._fresh(call).items():
+        mapped = dict(self._fresh(call))
+        for path, grad in _overwritten.parted(mapped)[0].items():
             result = _gradient_checks.as_gradient(call, path, fn(_sparse.densify(grad)))
             _gradient_checks.same_shape(call, path, grad, result)
             mapped[path] = result
@@ -257,7 +274,8 @@ class GradientsParams(Mapping[str, Gradient]):
           TypeError: `other` isn't a `GradientsParams`.
         """
         mine, theirs = self._both("grads.dot(other)", other)
-        shared = filter(theirs.__contains__, mine)
+        grads, _ = _overwritten.parted(mine)
+        shared = filter(theirs.__contains__, grads)
         return _total([_sparse.dot(mine[path], theirs[path]) for path in shared])
 
     @_traces.not_converted
@@ -279,7 +297,8 @@ class GradientsParams(Mapping[str, Gradient]):
           TypeError: `group` isn't a `ParamGroup`.
         """
         chosen = self._of(group, model, "grads.global_norm(group, model)")
-        return tf.sqrt(_total([_sparse.squared_norm(grad) for grad in chosen.values()]))
+        grads, _ = _overwritten.parted(chosen)
+        return tf.sqrt(_total([_sparse.squared_norm(grad) for grad in grads.values()]))
 
     @_traces.not_converted
     def all_finite(self) -> tf.Tensor:

@@ -3,13 +3,15 @@
 The functional sibling of `GradientsAccumulator`: no buffers that outlive the call.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfloop import _sparse, _traces
+from tfloop import _annotations, _overwritten, _sparse, _traces
 from tfloop._arguments import whole_number
 from tfloop._gradients import GradientsParams
 from tfloop._messages import described
@@ -18,6 +20,7 @@ from tfloop._weights import checked_weight, divided, weighted
 _CALL = "microbatch(fn, batch, num=...)"
 _Tensors = dict[str, tf.Tensor]
 _WEIGHT = ""  # the key of the weights among the sums, which are keyed by path
+_VALUE = "value/"  # before the path of what overwrites a variable, among the rows
 
 
 @_traces.not_converted
@@ -49,8 +52,9 @@ def microbatch(
 
     Returns:
       The mean gradients by path: dense ones in float32 or float64, sparse ones still sparse, with
-      the rows of all pieces side by side. And the outputs: scalars stacked, one per piece; others
-      concatenated on their leading axis.
+      the rows of all pieces side by side. (What overwrites a variable, as in float8 layers, is the
+      maximum over the pieces.) And the outputs: scalars stacked, one per piece; others concatenated
+      on their leading axis, with their Keras masks.
     Mutates: what `fn` does.
     Graph mode: works, jitted too; `fn` is traced once, for a piece whose leading axis is open
       unless all pieces have one known size. An empty batch, parts of different lengths, a bad
@@ -75,14 +79,16 @@ class _Pieces:
     """Runs `fn` on pieces of a batch and merges what it gives.
 
     A result is two flat dicts: what is added up (the weight, weighted dense gradients) and what is
-    put side by side (rows of sparse gradients and their numbers, outputs).
+    put side by side (rows of sparse gradients and their numbers, outputs and what Keras notes on
+    them, values of which the maximum is taken).
     """
 
     def __init__(
         self, fn: Callable, batch: Any, weight: Callable | None, rows: Any, size: Any
     ) -> None:
         self._fn = fn
-        self._batch = batch
+        # Masks go through the loop as tensors of their own: a graph forgets what is noted on one.
+        self._batch = batch, [*map(_annotations.annotations, tf.nest.flatten(batch))]
         self._weight = weight
         self._rows = rows
         self._size = size
@@ -158,13 +164,18 @@ class _Pieces:
                 sparse = tf.IndexedSlices(values, rows[f"numbers/{path}"], shape)
                 # Both occur where a parameter is looked up in one piece and multiplied in another.
                 grads[path] = _sparse.add(grads[path], sparse) if path in grads else sparse
-        found = (rows[key] for key in sorted(key for key in rows if key.startswith("outputs/")))
+            for key in (key for key in rows if key.startswith(_VALUE)):
+                value = tf.reduce_max(rows[key], 0)
+                path = _overwritten.ValuePath(key.removeprefix(_VALUE))
+                grads[path] = tf.where(weight > 0, value, tf.zeros_like(value))
+        found = (_output(rows, key) for key in sorted(rows) if key.startswith("outputs/"))
         outputs = tf.nest.map_structure(lambda there: next(found) if there else None, self._outputs)
         return GradientsParams(grads), outputs
 
     # Autograph converts this much, so that it reaches the functions of the user.
     def _measured(self, piece: Any) -> tuple[_Tensors, _Tensors]:
         """Runs `fn` on one piece."""
+        piece = _annotated(piece)
         returned = self._fn(piece)
         weight = None if self._weight is None else self._weight(piece)
         return self._packed(piece, returned, weight)
@@ -184,6 +195,11 @@ class _Pieces:
             weight = tf.shape(tf.nest.flatten(piece)[0])[0]
         weight = checked_weight(_CALL, weight)
         sums, rows = {_WEIGHT: weight}, {}
+        grads, values = _overwritten.parted(grads)
+        for path, value in values.items():
+            value = _sparse.densify(value)
+            nothing = tf.constant(-math.inf, value.dtype)  # which no maximum shows
+            rows[_VALUE + path] = tf.where(weight > 0, value, nothing)[tf.newaxis]
         for path, grad in grads.items():
             grad = weighted(_sparse.cast(grad, _sparse.accumulation_dtype(grad.dtype)), weight)
             if not _sparse.is_sparse(grad):
@@ -197,6 +213,8 @@ class _Pieces:
             if output is not None:
                 output = _as_output(output)
                 rows[f"outputs/{number:06}"] = output if output.shape.rank else output[tf.newaxis]
+                for name, note in _annotations.annotations(output).items():
+                    rows[f"{name}/{number:06}"] = note
         self._outputs = tf.nest.map_structure(lambda output: output is not None, outputs)
         return sums, rows
 
@@ -226,6 +244,29 @@ def _merged(
         for key, tensor in rows_.items()
     }
     return sums | added, rows | beside
+
+
+@_traces.not_converted
+def _annotated(piece: tuple[Any, list[dict[str, tf.Tensor]]]) -> Any:
+    """A piece of the batch, with what Keras had noted on the batch."""
+    batch, notes = piece
+    for leaf, note in zip(tf.nest.flatten(batch), notes, strict=True):
+        _annotations.annotate(leaf, note)
+    return batch
+
+
+def _output(rows: _Tensors, key: str) -> tf.Tensor:
+    """An output of all pieces, with what Keras had noted on it in each."""
+    output, number = rows[key], key.rpartition("/")[2]
+    notes = {name: rows.get(f"{name}/{number}") for name in _annotations.NAMES}
+    # Eager pieces may differ in whether there is one.
+    in_all = {
+        name: note
+        for name, note in notes.items()
+        if note is not None and note.shape[:1].is_compatible_with(output.shape[:1])
+    }
+    _annotations.annotate(output, in_all)
+    return output
 
 
 def _zeros(path: str, spec: tf.TensorSpec) -> tf.Tensor:
@@ -279,5 +320,7 @@ def _checked(batch: Any) -> tuple[Any, Any]:
     text = f"`{_CALL}` got an empty batch, or parts of different lengths:"
     sound = tf.logical_and(rows[0] > 0, tf.reduce_all(tf.equal(rows, rows[0])))
     with tf.control_dependencies([tf.raw_ops.Assert(condition=sound, data=[text, rows])]):
-        batch, rows = tf.nest.map_structure(tf.identity, (batch, rows[0]))
+        batch, rows = tf.nest.map_structure(
+            functools.partial(_annotations.derived, tf.identity), (batch, rows[0])
+        )
     return batch, rows if known is None else known

@@ -4,14 +4,15 @@ A view passes the training flag explicitly at every call. Nothing ambient is swi
 own context isn't seen by other threads, and is left changed by some calls (see `valid`).
 """
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfloop import _traces
+from tfloop import _annotations, _traces
 from tfloop._graphs import call_arguments, is_plain_object
 from tfloop._messages import described, listed
 from tfloop._paths import (
@@ -25,6 +26,7 @@ from tfloop._paths import (
 )
 
 _FLAGS = ("training", "is_training")
+_PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.sigmoid}
 
 
 @_traces.not_converted
@@ -57,7 +59,9 @@ def valid(model: Any) -> Any:
     """Gives a view of a model that runs in inference mode and is off every tape.
 
     As `train`, with `training=False`: dropout is off, BatchNorm uses its moving statistics, and
-    no statistic or seed moves. Outputs carry no gradient on any open tape, not even to the input,
+    neither these nor the seeds of Keras' random layers move. What a layer changes at every call
+    changes as in Keras' `predict`: the states of `keras.layers.RNN(stateful=True)`, and variables
+    that a `call` of your own assigns whatever the flag says. Outputs carry no gradient on any open tape, not even to the input,
     also with an explicit `training=True`. For a fixed network that must pass gradients on
     (a perceptual loss), call `model(x, training=False)` and leave it out of the step.
 
@@ -115,10 +119,11 @@ class View:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model in this mode; an explicit `training=` wins."""
         kwargs = _with_flag(self.module, self.training, args, kwargs)
-        if self._values:
-            outputs = _call_with_values(self.module, self._values, args, kwargs)
-        else:
-            outputs = self.module(*args, **kwargs)
+        with _explained_flag(self.module, args, kwargs):
+            if self._values:
+                outputs = _call_with_values(self.module, self._values, args, kwargs)
+            else:
+                outputs = self.module(*args, **kwargs)
         _note_flags(self.module)
         return outputs if self.training else _detached(outputs)
 
@@ -267,6 +272,23 @@ def _with_flag(module: Any, training: bool, args: tuple, kwargs: dict) -> dict:
     return others | dict.fromkeys(taken, given[0] if given else training)
 
 
+@contextlib.contextmanager
+def _explained_flag(module: Any, args: tuple, kwargs: dict) -> Iterator[None]:
+    """Says what to do where a layer can't take a flag that the graph computes; some modules can."""
+    try:
+        yield
+    except TypeError as error:
+        named = {**dict(zip(call_arguments(module), args, strict=False)), **kwargs}
+        odd = [flag for flag in _FLAGS if tf.is_symbolic_tensor(named.get(flag))]
+        if not odd:
+            raise
+        raise TypeError(
+            f"`view(x, {odd[0]}=flag)` can't take this flag: got a tensor of a graph, expected "
+            "True, False or None. Layers decide in Python what they build; a compiled step makes "
+            f"a tensor of a NumPy bool. Pass Python's: `step(batch, {odd[0]}=bool(flag))`."
+        ) from error
+
+
 @_traces.not_converted
 def _note_flags(module: Any) -> None:
     """Tells the trace being made that a frozen layer runs in its own way."""
@@ -288,7 +310,7 @@ def _detached(outputs: Any) -> Any:
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, tf.Tensor):
-            return tf.stop_gradient(leaf)
+            return _annotations.derived(_cut, leaf)
         if is_variable(leaf):
             return tf.stop_gradient(tf.convert_to_tensor(leaf))
         if is_plain_object(leaf) and id(leaf) not in copies:  # such as a dataclass
@@ -301,6 +323,15 @@ def _detached(outputs: Any) -> Any:
         return tf.nest.map_structure(cut, value, expand_composites=True)
 
     return mapped(outputs)
+
+
+def _cut(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor without a gradient."""
+    kind = tensor.op.type if tf.is_symbolic_tensor(tensor) else None
+    if kind in _PROBABILITIES:
+        # In a graph Keras' losses find the logits behind the last operation, so it stays the last.
+        return _PROBABILITIES[kind](tf.stop_gradient(tensor.op.inputs[0]))
+    return tf.stop_gradient(tensor)
 
 
 def _checked_path(book: AddressBook, path: str, value: Any, call: str) -> str:

@@ -3,13 +3,14 @@
 Knows weights and absences; how tensors are sent is `_replicas`' business.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfloop import _replicas
+from tfloop import _overwritten, _replicas, _sparse
 from tfloop._messages import described
 from tfloop._paths import AddressBook, tf_variable
 from tfloop._sparse import Gradient, map_values
@@ -46,6 +47,8 @@ def total(
         "mean":  sum of w_i g_i / sum of w_i
         "sum":   sum of g_i
 
+    What overwrites a variable becomes the maximum over the replicas that count, in any case.
+
     Args:
       grads: Path -> gradient of this replica, the same paths on all.
       weight: How much this replica counts; `None`: all count alike.
@@ -55,11 +58,13 @@ def total(
       statistics: Path -> what a replica has of moving statistics; means in any case.
     """
     replicas = _replicas.count()
-    grads, present = dict(grads), None if present is None else dict(present)
+    grads, values = _overwritten.parted(grads)
+    present = None if present is None else dict(present)
     if replicas == 1 or reduction is None:
         if weighed and weight is not None:
             grads = {path: _mean(grad, weight) for path, grad in grads.items()}
-        return Total(grads, weight, present, {})
+        return Total(grads | values, weight, present, {})
+    counts = {path: _counts(path, weight, present) for path in values}
     if reduction == "sum" and weighed and weight is not None:
         grads, weight = {path: _mean(grad, weight) for path, grad in grads.items()}, None
     elif weight is not None and not weighed:
@@ -70,7 +75,9 @@ def total(
         riders.append(tf.cast(tf.stack(list(present.values())), tf.float32))
     if statistics:
         riders += _weighted_statistics(statistics, one)
-    grads, riders = _replicas.reduce_sum(grads, riders)
+    apart = {path: _replicas.in_own_row(_only_if(counts[path], v)) for path, v in values.items()}
+    grads, riders = _replicas.reduce_sum(grads | apart, riders)
+    grads, apart = _overwritten.parted(grads)
     weights = riders.pop(0)
     if present is not None:
         flags = tf.unstack(riders.pop(0) > 0, len(present))
@@ -80,7 +87,10 @@ def total(
         means = _mean_statistics(statistics, riders)
     if reduction == "mean":
         grads = {path: _mean(grad, weights) for path, grad in grads.items()}
-    return Total(grads, None if weight is None else weights, present, means)
+    values = {path: tf.reduce_max(rows, 0) for path, rows in apart.items()}
+    if present is not None:  # what is absent is zero here, too
+        values = {path: tf.where(present[path], v, 0) for path, v in values.items()}
+    return Total(grads | values, None if weight is None else weights, present, means)
 
 
 def check_reduction(call: str, reduction: Any) -> None:
@@ -128,6 +138,20 @@ def _mean_statistics(
         path: tf.where(weight > 0, tf.cast(tf.math.divide_no_nan(value, weight), old.dtype), old)
         for (path, old), value in zip(statistics.items(), values, strict=True)
     }
+
+
+def _counts(
+    path: str, weight: tf.Tensor | None, present: Mapping[str, tf.Tensor] | None
+) -> tf.Tensor:
+    """Has this replica got the value at a path?"""
+    counts = tf.constant(True) if weight is None else weight > 0
+    return counts if present is None else tf.logical_and(counts, present[path])
+
+
+def _only_if(counts: tf.Tensor, value: Gradient) -> tf.Tensor:
+    """A value that is no maximum where it doesn't count."""
+    value = _sparse.densify(value)
+    return tf.where(counts, value, tf.constant(-math.inf, value.dtype))
 
 
 def _mean(grad: Gradient, weight: tf.Tensor) -> Gradient:

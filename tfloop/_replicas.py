@@ -268,6 +268,23 @@ def reduce_sum(
     return {path: summed[path] for path in grads}, riders
 
 
+def in_own_row(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor in this replica's row of zeros; a sum over the replicas has all of them as rows."""
+    context = tf.distribute.get_replica_context()
+    ours = tf.one_hot(context.replica_id_in_sync_group, count(), True, False, dtype=tf.bool)
+    shape = [count()] + [1] * tensor.shape.rank
+    return tf.where(tf.reshape(ours, shape), tensor[tf.newaxis], tf.zeros([], tensor.dtype))
+
+
+def largest(variable: tf.Variable) -> tf.Tensor:
+    """The maximum of the parts that the replicas have of a variable; each worker has to ask."""
+    strategy = strategy_of([variable])
+    if strategy is None:
+        return tf.convert_to_tensor(variable)
+    rows = strategy.run(lambda: in_own_row(variable.read_value()))
+    return tf.reduce_max(strategy.reduce(tf.distribute.ReduceOp.SUM, rows, axis=None), 0)
+
+
 def _packed_sum(context: Any, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """One all-reduce for tensors of one dtype."""
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from tfloop import _summary
+from tfloop import _overwritten, _summary
 from tfloop._clipping import GradientClipping
 from tfloop._given import as_keras_optimizer
 from tfloop._groups import ParamGroup, near_misses
@@ -53,10 +53,9 @@ class Group:
 
     def clipped(self, share: dict[str, Gradient]) -> dict[str, Gradient]:
         """Its gradients within the bound; what overwrites a variable is no gradient to bound."""
-        update = self.update
-        if self.clipping is None or update is None:
+        if self.clipping is None:
             return share
-        bounded = {path: g for path, g in share.items() if not update.overwrites(path)}
+        bounded, _ = _overwritten.parted(share)
         clipped = self.clipping.clip(list(bounded.values()))
         return share | dict(zip(bounded, clipped, strict=True))
 

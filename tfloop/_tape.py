@@ -134,9 +134,9 @@ class Tape:
             raise ValueError(_MSG_NO_GRADIENT.format(call=_BACKWARD, got=got, cause=cause))
         scaler = self._scaler
         seed = None if scaler is None else scaler.seed(loss)
-        grads = self._tape.gradient(loss, sources, output_gradients=seed)
+        came = grads = self._tape.gradient(loss, sources, output_gradients=seed)
         if scaler is not None:
-            grads = [None if grad is None else scaler.unscaled(grad) for grad in grads]
+            grads = [None if grad is None else scaler.unscaled(grad) for grad in came]
         self._spent = not self._persistent
         blind = [
             source
@@ -148,7 +148,12 @@ class Tape:
             raise unwatched(_BACKWARD, blind)
         if all(grad is None for grad in grads):
             raise ValueError(_why_nothing(wrt, len(sources)))
-        return Gradients(sources, map(_widened, sources, grads), of_everything=wrt is None)
+        return Gradients(
+            sources,
+            map(_widened, sources, grads),
+            scaled=None if scaler is None else map(_widened, sources, came),
+            of_everything=wrt is None,
+        )
 
     def _checked(self, loss: Any) -> tf.Tensor:
         """Refuses what can't be differentiated, before the tape is spent."""

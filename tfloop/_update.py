@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
-from tfloop import _replicas, _sparse, _traces
+from tfloop import _overwritten, _replicas, _sparse, _traces
 from tfloop._cells import Cell, Fused, Single, cells_of
 from tfloop._given import (
     applies_by_itself,
@@ -85,10 +85,6 @@ class GroupUpdate:
     def name(self) -> str:
         """The class of the optimizer."""
         return type(self.given).__name__
-
-    def overwrites(self, path: str) -> bool:
-        """Is the gradient the variable's new value, as for the scales of float8 layers?"""
-        return getattr(self.variables[path], "overwrite_with_gradient", False)
 
     def decay_of(self, path: str) -> float | None:
         """The weight decay that reaches the variable at `path`, if any."""
@@ -288,10 +284,11 @@ class GroupUpdate:
         """Updates one variable, if the flag says so."""
 
         def run() -> tf.Tensor:
-            owner, optimizer = cell.target, self.state.optimizer
-            if optimizer._overwrite_variable_with_gradient(owner):
-                variable.assign(grad)
-            elif self._is_for_xla(cell):
+            owner = cell.target
+            if _overwritten.overwrites(owner):
+                variable.assign(_sparse.densify(grad))
+                return tf.constant(0)
+            if self._is_for_xla(cell):
                 self._update_by_xla(cell, variable, grad, rate)
             else:
                 self._update_now(cell, variable, grad, rate)
@@ -489,6 +486,7 @@ def _as_keras(path: str, variable: Variable) -> keras.Variable:
         return variable
     target = keras.Variable(variable, name=path.replace("/", "_") or "variable", autocast=False)
     target.constraint = variable.constraint
+    target.overwrite_with_gradient = _overwritten.overwrites(variable)
     return target
 
 
