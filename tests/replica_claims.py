@@ -217,6 +217,84 @@ def claim_a_replica_of_weight_0_may_have_nan(strategy, folder):
     assert applied(strategy, optim, model, grads, "graph", weight=weights) == -2.0
 
 
+class Amax(keras.layers.Layer):
+    """Notes the largest magnitude of its input in the place of a gradient, as float8 layers do."""
+
+    def build(self, shape):
+        self.amax = self.add_weight(
+            name="amax", shape=(1,), initializer="ones", overwrite_with_gradient=True
+        )
+
+    def call(self, x):
+        @tf.custom_gradient
+        def noted(x, amax):
+            return x + 0.0, lambda upstream: (upstream, tf.reshape(tf.reduce_max(tf.abs(x)), [1]))
+
+        return noted(x, tf.convert_to_tensor(self.amax))
+
+
+def claim_values_that_overwrite_are_the_largest_of_all_replicas(strategy, folder):
+    replicas = strategy.num_replicas_in_sync
+    inputs = tf.constant([[8.0], *[[2.0]] * (replicas - 1)])  # a row for each replica
+
+    def ran(name, **options):
+        with strategy.scope():
+            net = keras.Sequential([keras.Input((1,)), Amax(), keras.layers.Dense(1)])
+        optim = ModuleOptimizer(keras.optimizers.SGD(0.1), **options)
+        window = GradientsAccumulator(reduction=name) if name in ("sum", "mean") else None
+        view = tfloop.train(net)
+
+        @tfloop.compile(strategy=strategy)
+        def step(x):
+            with tfloop.Tape() as tape:
+                loss = tf.reduce_mean(view(x))
+            grads = GradientsParams.from_grads(tape.backward(loss), view)
+            if name == "by hand":
+                grads = grads.reduce()
+            if window is None:
+                optim.step(None, view, grads)
+            else:
+                window.accumulate(view, grads)
+
+        @tfloop.compile(strategy=strategy)
+        def update():
+            optim.step(None, view, window)
+
+        def largest():
+            first, *others = components(net.layers[0].amax)
+            assert all(other == first for other in others)
+            return float(first[0])
+
+        if window is None:
+            for x in (inputs, inputs[::-1], 3.0 * inputs[:1]):  # the last leaves replicas idle
+                step(x)
+                assert largest() == float(tf.reduce_max(x))
+            return
+        for _ in range(2):
+            step(0.5 * inputs)
+            step(inputs[::-1])
+            update()
+            assert largest() == 8.0
+            net.layers[0].amax.assign([1.0])
+        step(inputs)
+        checkpoint = tfloop.Checkpoint(f"{folder}/largest_{name}", model=net, window=window)
+        checkpoint.save(step=1)
+        window.reset()
+        step(9.0 * inputs)
+        checkpoint.restore()
+        update()
+        assert largest() == 8.0
+        step(0.25 * inputs)
+        update()
+        assert largest() == 2.0
+
+    ran("mean of gradients")
+    ran("sum of gradients", reduction="sum")
+    ran("by hand", reduction=None)
+    ran("mean")
+    ran("sum")
+
+
 def claim_weights_that_sum_to_0_raise(strategy, folder):
     for mode, error in (("eager", ValueError), ("graph", tf.errors.InvalidArgumentError)):
         model, optim = weight_in(strategy), ModuleOptimizer("sgd")

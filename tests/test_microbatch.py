@@ -240,6 +240,33 @@ def test_batches_and_outputs_may_be_structures(mode):
     np.testing.assert_array_equal(found["one"], [3.0, 3.0])
 
 
+@pytest.mark.parametrize("signature", [None, [tf.TensorSpec([None, 3], tf.int32)]])
+@pytest.mark.parametrize("mode", MODES)
+def test_masks_of_keras_are_cut_and_put_together(mode, signature):
+    embed, gru = (
+        keras.layers.Embedding(5, 4, mask_zero=True),
+        keras.layers.GRU(2, return_sequences=True),
+    )
+    ids = tf.constant([[1, 2, 0], [2, 0, 0], [3, 4, 1]])
+    expected = gru(embed(ids))
+    rest = keras.layers.GRU(2)
+    rest(expected)
+
+    def fn(piece):
+        with tfloop.Tape() as tape:
+            loss = tf.reduce_mean(gru(piece))
+        return GradientsParams.from_grads(tape.backward(loss), gru), gru(piece)
+
+    @compiled(mode, signature)
+    def run(ids):
+        _, outputs = microbatch(fn, embed(ids), num=2)
+        return outputs, rest(outputs)
+
+    outputs, read = run(ids)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(read, rest(expected), rtol=1e-5, atol=1e-7)
+
+
 def test_arrays_are_taken_as_tensors():
     net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     _, found = microbatch(lambda x: (ones(net), x), np.arange(5.0), num=2)

@@ -148,6 +148,37 @@ class TestFlag:
             assert flag(train_view(model)(X, **{word: False})) == 0.0
             assert flag(valid_view(model)(X, **{word: True})) == 1.0
 
+    @pytest.mark.parametrize("kind", [bool, np.bool_, tf.constant, None])
+    def test_it_may_be_all_that_keras_takes(self, kind):
+        net, x = keras.Sequential([layers.Dropout(0.5), layers.Dense(2)]), rows(4, 3)
+        for training in (True, False):
+            flag = None if kind is None else kind(training)
+            for view in (train_view(net), valid_view(net)):
+                net.layers[0].seed_generator.state.assign([1, 0])
+                expected = net(x, training=flag)
+                net.layers[0].seed_generator.state.assign([1, 0])
+                np.testing.assert_array_equal(view(x, training=flag), expected)
+
+    def test_a_module_may_take_one_that_a_graph_computes(self):
+        norm = snt.BatchNorm(create_scale=True, create_offset=True)
+        run = lambda flag: train_view(norm)(rows(4, 3), is_training=flag)  # noqa: E731
+        expected = run(True)
+        np.testing.assert_allclose(tf.function(run)(tf.constant(True)), expected, rtol=1e-6)
+
+    def test_a_layer_that_cannot_take_it_from_a_graph_says_so(self):
+        view = train_view(keras.Sequential([layers.Dropout(0.5)]))
+        words = message("`view(x, training=flag)` can't take this flag", "training=bool(flag))`")
+        for call in (tf.function, tfloop.compile):
+            for flag in (np.True_, tf.constant(True)):
+                with pytest.raises(TypeError, match=words):
+                    call(lambda flag: view(rows(4, 3), training=flag))(flag)
+        with pytest.raises(TypeError, match=words):
+            tf.function(lambda flag: train_view(layers.Dropout(0.5))(X, flag))(tf.constant(True))
+
+    def test_an_error_of_another_cause_comes_as_it_is(self):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            train_view(TakesNothing())(X, nothing=1)
+
     def test_it_may_be_given_by_position(self):
         for cls in (ModuleTraining, ModuleIsTraining, ModuleTraced, SonnetTraining):
             assert flag(train_view(cls())(X, False)) == 0.0
@@ -299,7 +330,48 @@ class TestParts:
             np.testing.assert_array_equal(other(rows(2, 3)), view(rows(2, 3)))
 
 
+class Counting(layers.Layer):
+    """Counts its calls, whatever the flag says."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(name="calls", shape=(), trainable=False)
+
+    def call(self, x, training=None):
+        self.calls.assign_add(1.0)
+        return x
+
+
 class TestNothingChanges:
+    @modes
+    def test_what_moves_in_valid_mode_is_what_moves_without_training(self, mode):
+        def make():
+            keras.utils.set_random_seed(3)
+            inner = [
+                layers.LSTM(2, stateful=True, return_sequences=True),
+                layers.BatchNormalization(renorm=True),
+                layers.SpectralNormalization(layers.Dense(4)),
+                layers.Dropout(0.5),
+                layers.GaussianNoise(0.3),
+                layers.GRU(2, dropout=0.5),
+                Counting(),
+            ]
+            return keras.Sequential([keras.Input(batch_shape=(2, 3, 1)), *inner])
+
+        model, plain, x = make(), make(), rows(2, 3, 1)
+        before = values(model)
+        seen = in_every_mode(lambda x: valid_view(model)(x))[mode]
+        called = in_every_mode(lambda x: plain(x, training=False))[mode]
+        for _ in range(3):
+            np.testing.assert_array_equal(seen(x), called(x))
+        after, expected = values(model), values(plain)
+        moved = {path for path, value in after.items() if (value != before[path]).any()}
+        assert moved == {
+            *("lstm.states.0", "lstm.states.1", "counting.calls"),
+            "gru.cell.seed_generator.state",
+        }
+        for path, value in after.items():
+            np.testing.assert_array_equal(value, expected[path], err_msg=path)
+
     @modes
     def test_burn_valid_then_train_leaves_flags_and_statistics_as_they_were(self, mode):
         model = keras.Sequential(
@@ -424,6 +496,41 @@ class TestDetached:
         assert model.given.y is X  # the model's own object is left alone
         assert type(pair) is Pair
         assert plain.me is plain
+
+    @modes
+    def test_outputs_keep_their_keras_mask(self, mode):
+        keras.utils.set_random_seed(0)
+        net = keras.Sequential([layers.Embedding(3, 4, mask_zero=True), layers.Dense(2)])
+        ids, y = tf.constant([[1, 2, 0], [2, 0, 0]]), rows(2, 3, 2)
+        net(ids)
+        head, loss = layers.GRU(2), keras.losses.MeanSquaredError()
+        head(net(ids))
+
+        def run(model):
+            out = model(ids)
+            return loss(y, out), head(out)  # a loss and a layer read the mask
+
+        plain = in_every_mode(lambda: run(net))[mode]()
+        seen = in_every_mode(lambda: run(valid_view(net)))[mode]()
+        for one, other in zip(plain, seen, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    @modes
+    @pytest.mark.parametrize("by", ["keras", "tf"])
+    def test_outputs_keep_the_logits_that_keras_losses_look_for(self, mode, by):
+        softmax = {"keras": keras.activations.softmax, "tf": tf.nn.softmax}[by]
+
+        class Net(keras.Model):
+            def call(self, x):
+                return softmax(x)
+
+        net, loss = Net(), keras.losses.SparseCategoricalCrossentropy()
+        x, y = tf.constant([[60.0, -60.0]]), tf.constant([1])
+        plain = float(in_every_mode(lambda: loss(y, net(x)))[mode]())
+        seen = float(in_every_mode(lambda: loss(y, valid_view(net)(x)))[mode]())
+        assert seen == plain
+        if by == "keras" or mode != "eager":  # there Keras finds them
+            assert plain == 120.0
 
     @modes
     def test_it_holds_with_training_on_and_for_every_open_tape(self, mode):

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfloop import _overwritten, _replicas, _sparse, _traces
 from tfloop._gradients import GradientsParams
 from tfloop._messages import described, listed
-from tfloop._paths import AddressBook, address_book, root_key
+from tfloop._paths import AddressBook, address_book, root_key, tf_variable
 from tfloop._sparse import Gradient
 from tfloop._weights import checked_weight, divided, weighted
 
@@ -239,6 +239,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         window = self._window("accumulator.grads()")
         with tf.control_dependencies(self.checks("accumulator.grads()", window.weight)):
             grads = means(window)
+            if self._book is not None and window.present is not None:
+                for path in filter(_overwritten.is_value, grads):
+                    kept = tf.cast(tf_variable(self._book.variables[path]), grads[path].dtype)
+                    grads[path] = tf.where(window.present[path], grads[path], kept)
             self.reset()
         return GradientsParams(grads)
 

@@ -58,12 +58,15 @@ def train(model: Any) -> Any:
 def valid(model: Any) -> Any:
     """Gives a view of a model that runs in inference mode and is off every tape.
 
-    As `train`, with `training=False`: dropout is off, BatchNorm uses its moving statistics, and
-    neither these nor the seeds of Keras' random layers move. What a layer changes at every call
-    changes as in Keras' `predict`: the states of `keras.layers.RNN(stateful=True)`, and variables
-    that a `call` of your own assigns whatever the flag says. Outputs carry no gradient on any open tape, not even to the input,
-    also with an explicit `training=True`. For a fixed network that must pass gradients on
-    (a perceptual loss), call `model(x, training=False)` and leave it out of the step.
+    As `train`, with `training=False`: dropout is off, and BatchNorm uses its moving statistics.
+    Neither these nor the seeds of `Dropout` and the noise layers move. What a layer changes at
+    every call it changes here, too, as in `model(x, training=False)`: the states of a recurrent
+    layer with `stateful=True`, the seed of one with `dropout` (Keras draws a mask that it doesn't
+    use), and what a `call` of your own assigns whatever the flag says.
+
+    Outputs carry no gradient on any open tape, not even to the input, also with an explicit
+    `training=True`. For a fixed network that must pass gradients on (a perceptual loss), call
+    `model(x, training=False)` and leave it out of the step.
 
     Keras lets a flag leak: after `self.backbone(x, training=False)` inside a subclassed model,
     later layers of the same call run without training too (Keras 3.15). Pass `training` on
@@ -149,7 +152,8 @@ class View:
             those of an earlier `with_values`.
 
         Returns:
-          A view of the same mode. State changes inside its calls (statistics, seeds) are dropped.
+          A view of the same mode. State changes inside its calls (statistics, seeds) are dropped,
+          but for those of a raw `tf.Variable`, which Keras doesn't see.
         Mutates: nothing.
         Graph mode: works.
 

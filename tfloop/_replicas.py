@@ -270,10 +270,8 @@ def reduce_sum(
 
 def in_own_row(tensor: tf.Tensor) -> tf.Tensor:
     """A tensor in this replica's row of zeros; a sum over the replicas has all of them as rows."""
-    context = tf.distribute.get_replica_context()
-    ours = tf.one_hot(context.replica_id_in_sync_group, count(), True, False, dtype=tf.bool)
-    shape = [count()] + [1] * tensor.shape.rank
-    return tf.where(tf.reshape(ours, shape), tensor[tf.newaxis], tf.zeros([], tensor.dtype))
+    place = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return _in_row(tensor, place, count())
 
 
 def largest(variable: tf.Variable) -> tf.Tensor:
@@ -281,8 +279,20 @@ def largest(variable: tf.Variable) -> tf.Tensor:
     strategy = strategy_of([variable])
     if strategy is None:
         return tf.convert_to_tensor(variable)
-    rows = strategy.run(lambda: in_own_row(variable.read_value()))
+    parts = iter(strategy.experimental_local_results(variable))
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: _in_row(
+            tf.convert_to_tensor(next(parts)),
+            context.replica_id_in_sync_group,
+            context.num_replicas_in_sync,
+        )
+    )
     return tf.reduce_max(strategy.reduce(tf.distribute.ReduceOp.SUM, rows, axis=None), 0)
+
+
+def _in_row(tensor: tf.Tensor, place: Any, rows: int) -> tf.Tensor:
+    ours = tf.reshape(tf.equal(tf.range(rows), place), [rows] + [1] * tensor.shape.rank)
+    return tf.where(ours, tensor[tf.newaxis], tf.zeros([], tensor.dtype))
 
 
 def _packed_sum(context: Any, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
