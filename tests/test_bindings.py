@@ -100,10 +100,6 @@ ROUTES = {
     ),
     "a method": (CALLABLE.plain, lambda: setattr(CALLABLE, "value", 2.0)),
     "a closure": closed(),
-    "a tf.function": (
-        lambda fn=tf.function(deeper): fn(),
-        bound("VALUE", 2.0),
-    ),
 }
 
 
@@ -116,7 +112,7 @@ def _as_it_was(monkeypatch):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("route", [name for name in ROUTES if name != "a tf.function"])
+@pytest.mark.parametrize("route", ROUTES)
 def test_a_step_follows_a_name_by_every_route(route, jit):
     fn, change = ROUTES[route]
     if route == "a closure":
@@ -215,26 +211,21 @@ def test_a_layer_added_between_two_calls_is_run_and_trained():
     assert step.trace_count == 3
 
 
-@pytest.mark.parametrize("kind", ["list", "attribute"])
-def test_a_layer_that_is_replaced_is_followed(kind):
+def test_a_layer_that_is_replaced_is_followed():
     class Net(keras.Model):
         def __init__(self):
             super().__init__()
-            self.head = keras.layers.Dense(1, kernel_initializer="ones")
             self.blocks = [keras.layers.Dense(2, kernel_initializer="ones")]
 
         def call(self, x):
-            return self.head(self.blocks[0](x))
+            return self.blocks[0](x)
 
     net = Net()
     x = tf.ones((1, 2))
-    assert float(net(x)[0, 0]) == 4.0
+    assert float(net(x)[0, 0]) == 2.0
     step = tfloop.compile(lambda x: net(x)[0, 0])
-    assert [float(step(x)) for _ in range(3)] == [4.0] * 3
-    if kind == "list":
-        net.blocks[0] = keras.layers.Dense(2, kernel_initializer="zeros")
-    else:
-        net.head = keras.layers.Dense(1, kernel_initializer="zeros")
+    assert [float(step(x)) for _ in range(3)] == [2.0] * 3
+    net.blocks[0] = keras.layers.Dense(2, kernel_initializer="zeros")
     assert float(step(x)) == 0.0
 
 
