@@ -616,3 +616,21 @@ def test_a_name_bound_to_another_optimizer_or_model_is_followed():
     owner.step(1.0)
     assert int(owner.optim.iterations) == 1
     assert float(owner.model.w) == 4.0
+
+
+def test_every_trace_of_a_step_goes_on_being_followed():
+    net, other = Scalar(1.0), Scalar(1.0)
+
+    @tfloop.compile
+    def step(x, deep):
+        # Each trace uses a model of its own.
+        return tfloop.train(net)(x) if deep else tfloop.train(other)(x)
+
+    rate = keras.Sequential([keras.Input((1,)), keras.layers.Dropout(1e-7)])
+    net, other = rate, keras.Sequential([keras.Input((1,)), keras.layers.Dropout(1e-7)])
+    x = tf.ones((1, 1))
+    for deep in (True, False, True, False):
+        assert float(step(x, deep)[0, 0]) == pytest.approx(1.0)
+    for model, deep in ((net, True), (other, False)):
+        model.layers[-1].rate = 0.999999
+        assert float(step(x, deep)[0, 0]) != pytest.approx(1.0)

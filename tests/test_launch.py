@@ -279,3 +279,114 @@ def test_the_rate_before_is_not_taken_for_another(short):
     assert step(1.0).dtype == tf.float32
     assert step(1).dtype == tf.int32
     assert len(short) == 5
+
+
+RANDOM = {
+    "normal": lambda: tf.random.normal(()),
+    "uniform with a seed": lambda: tf.random.uniform((), seed=3),
+    "dropout of tf.nn": lambda: tf.reduce_sum(tf.nn.dropout(tf.ones(8), 0.5)),
+    "shuffle": lambda: tf.random.shuffle(tf.range(5))[0],
+    "in a loop": lambda: tf.map_fn(lambda x: x + tf.random.normal(()), tf.ones(2))[1],
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_seeded_random_numbers_go_on_as_those_of_a_tf_function(name):
+    def drawn(wrap):
+        tf.random.set_seed(0)
+        fn = wrap(RANDOM[name])
+        return [float(fn()) for _ in range(8)]
+
+    assert drawn(tfloop.compile) == drawn(tf.function)
+
+
+def test_seeded_random_numbers_go_on_in_runs_and_in_nested_steps():
+    def noisy(x):
+        return x + tf.random.normal(())
+
+    def drawn(wrap):
+        tf.random.set_seed(0)
+        fn = wrap(noisy)
+        return [float(fn(tf.constant(0.0))) for _ in range(6)]
+
+    def nested(fn):
+        inner = tfloop.compile(fn)
+        return tfloop.compile(lambda x: inner(x))
+
+    wanted = drawn(lambda fn: tf.function(fn, reduce_retracing=True))
+    assert drawn(nested) == wanted
+    tf.random.set_seed(0)
+    step, batches = tfloop.compile(noisy), iter([tf.constant(0.0)] * 6)
+    found = [step.run(batches, steps=2).numpy().tolist() for _ in range(3)]
+    assert sum(found, []) == wanted
+
+
+def test_a_step_with_a_table_goes_the_ordinary_way(short):
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
+
+    @tfloop.compile
+    def count(key):
+        table.insert(key, table.lookup(key) + 1)
+        return table.lookup(key)
+
+    assert [int(count(tf.constant(7, tf.int64))) for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert short == []
+
+
+def test_side_effects_happen_once_for_each_call():
+    calls = []
+
+    @tfloop.compile
+    def step(x):
+        tf.py_function(lambda value: calls.append(float(value)), [x], [])
+        return x
+
+    for number in range(5):
+        step(float(number))
+    assert calls == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_names_in_a_dict_tell_its_values():
+    @tfloop.compile
+    def step(batch):
+        return batch["a"] - batch["b"]
+
+    one, two = tf.constant(3.0), tf.constant(1.0)
+    for _ in range(3):
+        assert float(step({"a": one, "b": two})) == 2.0
+        assert float(step({"b": one, "a": two})) == -2.0
+        with pytest.raises(KeyError):
+            step({"a": one, "c": two})
+
+
+@pytest.mark.parametrize("kind", ["recurrent step", "loop"])
+def test_a_loop_in_xla_under_a_tape_is_refused_before_it_runs(kind):
+    net = keras.Sequential([keras.Input((4, 3)), keras.layers.LSTM(2)])
+    optim = ModuleOptimizer("sgd")
+
+    def recurrent(x):
+        with tfloop.Tape() as tape:
+            loss = tf.reduce_mean(net(x))
+        optim.step(0.1, net, GradientsParams.from_grads(tape.backward(loss), net))
+        return loss
+
+    def loop(x):
+        return tf.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, v * x), (0, x))[1]
+
+    step = tfloop.compile(loop if kind == "loop" else recurrent, jit_compile=True)
+    x = tf.ones((2, 4, 3))
+    before = [variable.numpy() for variable in net.variables]
+    with tf.GradientTape(), pytest.raises(RuntimeError, match="under an open tape: got a loop"):
+        step(x)
+    for variable, value in zip(net.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+    step(x)
+
+
+def test_a_jitted_step_without_loops_is_differentiable():
+    step, x = tfloop.compile(lambda x: tf.reduce_sum(x**2), jit_compile=True), tf.ones(3)
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = step(x)
+        assert tape.gradient(loss, x).numpy().tolist() == [2.0, 2.0, 2.0]

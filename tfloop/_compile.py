@@ -310,9 +310,14 @@ class _Program:
         self._watched: tuple[tuple[Callable[[], object], object], ...] = ()
         self._refreshed: tuple[Callable[[], None], ...] = ()
         self._bindings: Bindings | None = None
-        many = self._function(_many.looped(self._recorded))
-        self.launch_many = Launcher(many, self._trace_count, step._signature)
-        self.launch = Launcher(self._function(self._recorded), self._trace_count, step._signature)
+        launcher = functools.partial(
+            Launcher,
+            trace_count=self._trace_count,
+            signature=step._signature,
+            jitted=step._jit_compile,
+        )
+        self.launch_many = launcher(self._function(_many.looped(self._recorded)))
+        self.launch = launcher(self._function(self._recorded))
 
     def is_stale(self) -> bool:
         """Has something changed that a trace has read?"""

@@ -59,6 +59,8 @@ _ON_WHAT_THEY_GET = {
     *("PartitionedCall", "StatefulPartitionedCall", "If", "While", "Case"),
 }
 
+_LOOPS = {"While", "StatelessWhile"}
+
 
 class _Unknown(Exception):
     """An argument of a kind that only `tf.function` itself can judge."""
@@ -89,6 +91,7 @@ class Launcher:
       function: It.
       trace_count: How often it has been traced so far.
       signature: Its parameters, if they are known.
+      jitted: Is it compiled by XLA?
     """
 
     def __init__(
@@ -96,16 +99,21 @@ class Launcher:
         function: Any,
         trace_count: Callable[[], int],
         signature: inspect.Signature | None = None,
+        *,
+        jitted: bool = False,
     ) -> None:
         self._function = function
         self._trace_count = trace_count
         self._signature = signature
+        self._jitted = jitted
         self._plans: dict[Any, _Plan | None] = {}
         self._seen: set[Any] = set()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function's result."""
         if _a_tape_is_open() or _a_strategy_is_open() or _functions_run_eagerly():
+            if self._jitted and _a_tape_is_open() and not _functions_run_eagerly():
+                self._check_differentiable(args, kwargs)
             return self._ordinary(args, kwargs)
         leaves: list[tf.Tensor] = []
         try:
@@ -156,6 +164,21 @@ class Launcher:
     def _ordinary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
         return self._function(*args, **kwargs)
+
+    def _check_differentiable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses a loop in XLA under a tape, at which TensorFlow fails or even dies.
+
+        Raises:
+          RuntimeError: The function has a loop.
+        """
+        args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
+        if not _LOOPS.isdisjoint(_kinds(self._function.get_concrete_function(*args, **kwargs))):
+            raise RuntimeError(
+                "`compiled_step(...)` was called under an open tape: got a loop, such as that of a "
+                "recurrent layer, compiled by XLA, expected none. TensorFlow can't record it there "
+                "(it may end the process). Call the step outside of the tape's block, or compile "
+                "it without: `@tfloop.compile`."
+            )
 
     def _first_calls(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call goes the ordinary way and may trace; after the second all is known."""
@@ -275,16 +298,20 @@ def _is_exact(concrete: Any) -> bool:
     all functions in it may hold operations without state, those that only change what they are
     handed, and assertions.
     """
-    graph = concrete.graph.as_graph_def()
-    nodes = [*graph.node, *(node for fn in graph.library.function for node in fn.node_def)]
-    inner = {fn.signature.name for fn in graph.library.function}
     return all(
         kind in _ON_WHAT_THEY_GET
-        or kind in inner
         or kind.startswith(("ResourceApply", "ResourceSparseApply"))
         or not _has_state(kind)
-        for kind in {node.op for node in nodes}
+        for kind in _kinds(concrete)
     )
+
+
+def _kinds(concrete: Any) -> set[str]:
+    """The kinds of the operations in a traced function and in all functions that it calls."""
+    graph = concrete.graph.as_graph_def()
+    inner = {fn.signature.name for fn in graph.library.function}
+    nodes = [*graph.node, *(node for fn in graph.library.function for node in fn.node_def)]
+    return {node.op for node in nodes} - inner
 
 
 def _has_state(kind: str) -> bool:
