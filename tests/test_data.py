@@ -580,6 +580,20 @@ class TestRefusals:
         with pytest.raises(error, match=f"takes no such `{name}`: got .*{value}.*expected an int"):
             tfloop.DataLoader(np.ones(2), **options)
 
+    @pytest.mark.parametrize(("name", "most"), [("batch_size", 2**63 - 1), ("num_workers", 1024)])
+    def test_a_number_that_tensorflow_does_not_survive_raises(self, name, most):
+        data = np.arange(5)
+        assert rows(tfloop.DataLoader(data, **{"batch_size": 2, name: most})) == [0, 1, 2, 3, 4]
+        with pytest.raises(ValueError, match=f"no such `{name}`: got {most + 1}, .* most {most}"):
+            tfloop.DataLoader(data, **{"batch_size": 2, name: most + 1})
+
+    def test_a_stack_of_more_batches_than_there_are_is_none(self):
+        loader = tfloop.DataLoader(np.arange(5), lambda batch: batch, batch_size=1)
+        batches = iter(loader)
+        assert batches.stack(10**19) is None
+        assert batches.stack(6) is None
+        assert batches.stack(5).shape == (5, 1)
+
     @pytest.mark.parametrize("view", ["take", "skip"])
     def test_a_negative_count_raises(self, view):
         loader = tfloop.DataLoader(np.ones(2), batch_size=1)

@@ -16,6 +16,9 @@ from tfloop._arguments import whole_number
 from tfloop._messages import described
 from tfloop._sources import ArraySource, source_of
 
+_INT64 = 2**63 - 1
+_MOST_WORKERS = 1024  # TensorFlow holds as many batches, and aborts where it can't.
+
 _MSG_TRACED = (
     "`iter(loader)` was called inside a `tf.function`: got a graph being traced, expected eager "
     "code. Batches drawn there would be baked into the graph. Draw them outside, or pass "
@@ -53,8 +56,8 @@ class DataLoader(tf.train.experimental.PythonState):
       batcher: `batcher(batch) -> batch`, run on whole batches in a graph, ahead of the loop.
       batch_size: Items per batch; the last batch holds what is left.
       shuffle: The seed, an int of at least 0. None keeps the order of the data.
-      num_workers: Batches prepared at the same time; 0 prepares them one by one, None leaves
-        the number to `tf.data`. The order stays.
+      num_workers: Batches prepared at the same time, at most 1024; 0 prepares them one by one,
+        None leaves the number to `tf.data`. The order stays.
       drop_last: Leave out a last batch that is short.
       prefetch: Prepare batches while the loop works on another.
 
@@ -86,8 +89,10 @@ class DataLoader(tf.train.experimental.PythonState):
     ) -> None:
         """See the class."""
         call = "DataLoader(...)"
-        self._batch_size = whole_number(
-            call, "batch_size", batch_size, least=1, fix="batch_size=64"
+        self._batch_size = _at_most(
+            _INT64,
+            "batch_size",
+            whole_number(call, "batch_size", batch_size, least=1, fix="batch_size=64"),
         )
         self._seed = shuffle
         if shuffle is not None:
@@ -98,6 +103,7 @@ class DataLoader(tf.train.experimental.PythonState):
         }
         if num_workers is not None:
             workers = whole_number(call, "num_workers", num_workers, least=0, fix="num_workers=4")
+            _at_most(_MOST_WORKERS, "num_workers", workers)
             self._workers["num_parallel_calls"] = workers
             if workers == 0:
                 self._workers = {}
@@ -223,6 +229,8 @@ class DataLoader(tf.train.experimental.PythonState):
         total = self._source.num_items
         full = 0 if total is None else int(min(total // self._batch_size, self._last))
         full = max(first, full)
+        if full - first < count:
+            return (), 0
         light = self._light_source(count)
         if light is not None:
             return light.gathered(epoch, first, full, count), (full - first) // count
@@ -397,3 +405,13 @@ class _Epoch:
     def _went(self, count: int) -> None:
         self._next += count
         self._place.moved(self._reader, self._next)
+
+
+def _at_most(most: int, name: str, number: int) -> int:
+    """The number, or the error for one that TensorFlow doesn't survive."""
+    if number > most:
+        raise ValueError(
+            f"`DataLoader(...)` takes no such `{name}`: got {number}, expected at most {most}. So "
+            "many don't fit into any machine. Pass `batch_size=64, num_workers=4`."
+        )
+    return number

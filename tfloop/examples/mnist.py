@@ -57,8 +57,8 @@ class TrainingConfig(tfloop.Config):
     """Every setting of a run; each is a flag, and `--config` reads them from a file."""
 
     num_epochs: int = Field(10, ge=0, description="Passes over the training images.")
-    batch_size: int = Field(64, gt=0, description="Images per step.")
-    num_workers: int = Field(4, ge=0, description="Batches prepared at the same time.")
+    batch_size: int = Field(64, gt=0, lt=2**63, description="Images per step.")
+    num_workers: int = Field(4, ge=0, le=1024, description="Batches prepared at the same time.")
     seed: int = Field(42, ge=0, lt=2**32, description="Of weights, dropout and order.")
     lr: float = Field(1e-4, ge=0, description="Learning rate.")
     accumulate: int = Field(1, gt=0, description="Batches behind each update.")
