@@ -50,6 +50,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     `optim.step(lr, model, accumulator)`, which takes what was added, few or many, and empties it.
     A parameter that got nothing in the window stays untouched there, with its state. Micro-steps
     touch no optimizer, so schedules, moving averages, bias correction and decay count updates.
+    Of what overwrites a variable (the scales of Keras' float8 layers) the largest is kept, as Keras
+    does in its own accumulation.
 
     What still differs from the large batch is what a layer computes over the batch itself.
     BatchNormalization normalises each micro-batch by its own mean and variance, so activations and
