@@ -117,6 +117,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
 
         Under a strategy `build` puts another in its place.
         """
+        _traces.depends_on(self)
         return self._count
 
     @property
@@ -126,6 +127,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         On a replica it is that of the replica, outside the sum of all. Under a strategy `build`
         puts another in its place.
         """
+        _traces.depends_on(self)
         return self._weight
 
     @property
@@ -236,8 +238,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
           RuntimeError: The window is empty.
           ValueError: The weights sum to 0.
         """
-        if self._book is not None:
-            _traces.depends_on(self)
+        _traces.depends_on(self)
         window = self._window("accumulator.grads()")
         with tf.control_dependencies(self.checks("accumulator.grads()", window.weight)):
             grads = means(window)
@@ -251,6 +252,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     @_traces.not_converted
     def reset(self) -> None:
         """Empties the window without using it."""
+        _traces.depends_on(self)
         self._restored = {}
         for variable in (self._count, self._weight, self._present, *self._buffers.values()):
             variable.assign(tf.zeros_like(variable))

@@ -355,14 +355,13 @@ class _Program:
         bindings = Bindings(self._step.python_function)
         books = [unchecked_book(model) for model in bindings.models]
         things = {id(thing): thing for thing in (*found.values(), *books)}.values()
+        refreshers = [thing.refresh for thing in things if hasattr(thing, "refresh")]
+        for refresh in refreshers:
+            refresh()
         with self._step._lock:
             known = [ask for ask, _ in self._watched]
             asks = [thing.fingerprint for thing in things]
             # New tuples: another thread may be reading the old ones.
             self._watched += tuple((ask, ask()) for ask in asks if ask not in known)
-            self._refreshed += tuple(
-                thing.refresh
-                for thing in things
-                if hasattr(thing, "refresh") and thing.refresh not in self._refreshed
-            )
+            self._refreshed += tuple(r for r in refreshers if r not in self._refreshed)
             self._bindings = bindings

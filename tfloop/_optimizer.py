@@ -20,7 +20,13 @@ from tfloop._gradients import GradientsParams
 from tfloop._groups import ParamGroup, as_group
 from tfloop._messages import described
 from tfloop._paths import AddressBook, address_book, root_key
-from tfloop._routing import Group, check_clipping, check_groups_of_rates, owners
+from tfloop._routing import (
+    Group,
+    check_clipping,
+    check_groups_of_rates,
+    check_no_complex,
+    owners,
+)
 from tfloop._scaling import LossScaler
 from tfloop._sparse import Gradient
 from tfloop._step_checks import STEP, as_rate, assert_current, assert_sound
@@ -240,13 +246,16 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         routed = self._routed(brought.grads, book)
         total = brought.reduced([path for *_, share in routed for path in share], book)
         plans = []
+        judged = list(total.grads.values())
         for group, update, share in routed:
             bounded = group.clipped({path: total.grads[path] for path in share})
+            if group.clipping is not None:
+                judged += bounded.values()  # of finite gradients the norm may be infinite
             plans.append((update, self._with_rates(rate, group, update, bounded, book)))
         checks = self._checks(plans) + brought.checks(total)
         finite = []
         if self._skips:
-            flags = [_sparse.all_finite(grad) for grad in total.grads.values()]
+            flags = [_sparse.all_finite(grad) for grad in judged]
             finite = [tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)]
         # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
         with tf.control_dependencies(checks):
@@ -304,6 +313,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 "`ModuleOptimizer.state(path)` has no state: got an optimizer that isn't built, "
                 "expected a built one. The first step builds it. Or now: `optim.build(model)`."
             )
+        _traces.depends_on(self)
         canonical = self._book.resolve(path)
         if canonical is None:
             raise KeyError(
@@ -344,11 +354,13 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
         Under a strategy `build` puts another in its place.
         """
+        _traces.depends_on(self)
         return self._iterations
 
     @property
     def skipped(self) -> tf.Variable:
         """The steps that were left out for a gradient that wasn't finite, like `iterations`."""
+        _traces.depends_on(self)
         return self._skipped
 
     @property
@@ -367,11 +379,14 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return self._model
 
     def fingerprint(self) -> object:
-        """What of this optimizer a trace bakes in; see `_traces`.
+        """What of this optimizer a trace bakes in; see `_traces`."""
+        return [self._version, *[g.update.rate_changes for g in self._groups if g.update]]
 
-        It is asked before each compiled step, so it asks the functions given as rates in turn.
-        """
-        return [self._version, *[group.update.refresh() for group in self._groups if group.update]]
+    def refresh(self) -> None:
+        """Asks the functions given as rates, for the compiled step that comes next."""
+        for group in self._groups:
+            if group.update is not None:
+                group.update.refresh()
 
     def serialize(self) -> bytes:
         """The state as bytes, for `tf.train.Checkpoint`."""
@@ -420,6 +435,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
     def _build(self, model: Any, book: AddressBook, groups: list[Group]) -> None:
         """Routes and makes state; changes nothing before all checks have passed."""
+        check_no_complex(book, groups)
         owner = owners(book, groups, self._strict)
         trainable = book.parameters()
         states = []

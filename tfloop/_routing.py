@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from tfloop import _overwritten, _summary
 from tfloop._clipping import GradientClipping
 from tfloop._given import as_keras_optimizer
@@ -106,6 +108,27 @@ def owners(book: AddressBook, groups: Sequence[Group], strict: bool) -> dict[str
             raise ValueError(message)
         warnings.warn(message, stacklevel=2)
     return owner
+
+
+def check_no_complex(book: AddressBook, groups: Sequence[Group]) -> None:
+    """Refuses complex parameters, which nothing here would update, unless a group freezes them.
+
+    Raises:
+      ValueError: There is one.
+    """
+    for path, variable in book.variables.items():
+        if not (variable.trainable and tf.as_dtype(variable.dtype).is_complex):
+            continue
+        ways = book.paths_of(path)
+        group = next(g for g in reversed(groups) if g.group.bind().matches_any(ways, variable))
+        if group.update is not None:
+            raise ValueError(
+                f"`ModuleOptimizer.build(model)` found a complex parameter: got {path!r} of "
+                f"{tf.as_dtype(variable.dtype).name}, expected floating ones. The rules of Keras' "
+                "optimizers are made for real numbers. Keep its real and its imaginary part as two "
+                "variables and join them by `tf.complex`, or freeze it: "
+                f"`optim.with_group(tfloop.ParamGroup.from_path({path!r}), None)`."
+            )
 
 
 def check_groups_of_rates(call: str, groups: Sequence[ParamGroup], book: AddressBook) -> None:

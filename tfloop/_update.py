@@ -63,6 +63,8 @@ class GroupUpdate:
       given: As above.
       clipping: The clipping that `given` asked for by its own arguments, or `None`.
       state: The copy, and its state by path.
+      rate_changes: How often the object that holds the rate was replaced, as `refresh` has seen it;
+        that makes a trace stale.
     """
 
     def __init__(self, given: Optimizer, call: str, *, fused: bool = True) -> None:
@@ -72,7 +74,7 @@ class GroupUpdate:
         self.state = State(copy_of(given, call), {}, fused)
         check_copy(given, self.state.optimizer, call)
         self._rate_source: Any = given._learning_rate
-        self._rate_changes = 0
+        self.rate_changes = 0
         self._called_rate: tf.Variable | None = None
         self._asked = False
 
@@ -89,11 +91,21 @@ class GroupUpdate:
     def decay_of(self, path: str) -> float | None:
         """The weight decay that reaches the variable at `path`, if any."""
         optimizer, variable = self.state.optimizer, self.state.targets[path]
-        if not optimizer._use_weight_decay(variable):
+        if not self._is_decayed(path):
             return None
         if isinstance(optimizer, keras.optimizers.Muon) and optimizer._should_use_adamw(variable):
             return optimizer.adam_weight_decay or None
         return optimizer.weight_decay or None
+
+    def _is_decayed(self, path: str) -> bool:
+        """Was it not excluded from weight decay?
+
+        Asked of the inner variable, as Keras' own update does: Keras looks for names in that one's
+        name, and remembers the answer for both.
+        """
+        optimizer, variable = self.state.optimizer, tf_variable(self.state.targets[path])
+        excluded = getattr(optimizer, "_is_excluded_from_weight_decay", None)  # Keras 3.16
+        return not excluded(variable) if excluded else optimizer._use_weight_decay(variable)
 
     def state_for(self, variables: Mapping[str, Variable]) -> "State":
         """Makes the state for a set of variables; those that have state keep it.
@@ -164,20 +176,15 @@ class GroupUpdate:
         rate = self.given._learning_rate
         return type(rate).__name__ if isinstance(rate, LearningRateSchedule) else None
 
-    def refresh(self) -> int:
-        """Brings up to date what a trace reads; called before each compiled step.
-
-        Returns:
-          How often the object that holds the rate was replaced, which makes a trace stale.
-        """
+    def refresh(self) -> None:
+        """Brings up to date what a trace reads; called before each compiled step."""
         if self.given._learning_rate is not self._rate_source:
             self._rate_source = self.given._learning_rate
-            self._rate_changes += 1
+            self.rate_changes += 1
         if self._called_rate is not None and _is_function(self._rate_source):
             if not self._asked:
                 self._remember(self._rate_source())
             self._asked = False  # what its own trace asked counts for the first run
-        return self._rate_changes
 
     def _remember(self, value: Any) -> None:
         value = tf.cast(value, self.state.optimizer._learning_rate.dtype)
@@ -344,9 +351,7 @@ class GroupUpdate:
     def _decay(self, cell: Cell, variable: tf.Variable, rate: tf.Tensor) -> None:
         """Keras' decoupled decay, which leaves out what was excluded."""
         optimizer = self.state.optimizer
-        flags = [
-            optimizer._use_weight_decay(tf_variable(self.state.targets[p])) for p in cell.paths
-        ]
+        flags = [self._is_decayed(path) for path in cell.paths]
         if not any(flags):
             return
         decay = tf.cast(optimizer.weight_decay, variable.dtype)
