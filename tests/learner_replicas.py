@@ -9,6 +9,7 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import contextlib
+import tempfile
 
 import keras
 import numpy as np
@@ -84,6 +85,29 @@ for name, (rates, loss) in cases.items():
             np.testing.assert_allclose(history[key], numbers, rtol=1e-5)
         assert int(optim.iterations.numpy()) == int(other.iterations.numpy())
         print(f"{name}-{accumulate}")
+
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch == 2
+
+
+for accumulate in (1, 2):
+    found = []
+    for stops in ([], [Stop()]):
+        with tempfile.TemporaryDirectory() as folder:
+            for callbacks in (stops, []) if stops else ([],):
+                model, metric = build(strategy.scope())
+                options = {"metrics": [metric], "accumulate": accumulate, "strategy": strategy}
+                learner = tfloop.Learner(model, optimizer(), "mse", lr=0.05, **options)
+                data = tfloop.DataLoader((x, y), batch_size=5, shuffle=1)
+                history = learner.fit(data, epochs=2, callbacks=callbacks, checkpoint=folder)
+        found.append((model, history.history))
+    (single, wanted), (model, history) = found
+    assert_close(model, single)
+    for key, numbers in wanted.items():
+        np.testing.assert_allclose(history[key], numbers, rtol=1e-6)
+    print(f"stopped-{accumulate}")
 
 halves = [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)]
 for reduction in ("mean", "sum"):

@@ -172,6 +172,8 @@ def test_a_function_is_a_loss():
 
     history = tfloop.Learner(net(), grouped(), squares).fit(loader(), epochs=8).history
     assert history["loss"][-1] < history["loss"][0]
+    nameless = tfloop.Learner(net(), grouped(), lambda y, outputs: squares(y, outputs))
+    assert nameless.fit(loader(), epochs=8).history == history
 
 
 def test_inputs_of_several_parts():
@@ -774,7 +776,7 @@ def test_replicas_give_what_one_device_gives():
     assert done.returncode == 0, done.stderr
     words = [f"{rates}-{k}" for rates in ("given", "groups", "schedule") for k in (1, 2)]
     said = [line for line in done.stdout.split("\n") if re.fullmatch(r"[a-z]+-\w+", line)]
-    assert said == [*words, "fit-mean", "fit-sum", "fit-None"]
+    assert said == [*words, "stopped-1", "stopped-2", "fit-mean", "fit-sum", "fit-None"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -852,6 +854,12 @@ def test_an_unbuilt_model_is_refused_at_once():
             {"epochs": 1, "callbacks": [keras.callbacks.BackupAndRestore("runs")]},
             ValueError,
             ["BackupAndRestore", "checkpoint="],
+        ),
+        (
+            [(X, Y)],
+            {"epochs": 1, "callbacks": [keras.callbacks.SwapEMAWeights()]},
+            ValueError,
+            ["SwapEMAWeights", "use_ema=True"],
         ),
         ([(X, Y)], {"epochs": 1, "checkpoint": 3}, TypeError, ["int 3"]),
     ],

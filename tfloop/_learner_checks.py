@@ -26,7 +26,7 @@ class _Mean(keras.losses.Loss):
     """A function that gives a loss a sample, as a Keras loss."""
 
     def __init__(self, fn: Any) -> None:
-        super().__init__(name=getattr(fn, "__name__", None))
+        super().__init__(name="loss")  # of a scope in the graph, which takes no "<lambda>"
         self._fn = fn
 
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
@@ -146,6 +146,12 @@ def as_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
                 f"`{FIT}` got BackupAndRestore, expected its own way to resume: the callback "
                 "tells `keras.Model.fit` alone where to go on. Write "
                 "`learner.fit(..., checkpoint='runs/1')`."
+            )
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            raise ValueError(
+                f"`{FIT}` got SwapEMAWeights, expected no callback for moving averages: it exchanges "
+                "the slots of one Keras optimizer, and a group has its own. At its end `fit` puts "
+                "them into the model. Write `keras.optimizers.AdamW(use_ema=True)`."
             )
         if isinstance(callback, keras.callbacks.TensorBoard):
             try:
