@@ -149,9 +149,9 @@ def as_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
             )
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
             raise ValueError(
-                f"`{FIT}` got SwapEMAWeights, expected no callback for moving averages: it exchanges "
-                "the slots of one Keras optimizer, and a group has its own. At its end `fit` puts "
-                "them into the model. Write `keras.optimizers.AdamW(use_ema=True)`."
+                f"`{FIT}` got SwapEMAWeights, expected no callback for moving averages: it "
+                "exchanges the slots of one Keras optimizer, and a group has its own. At its end "
+                "`fit` puts them into the model. Write `keras.optimizers.AdamW(use_ema=True)`."
             )
         if isinstance(callback, keras.callbacks.TensorBoard):
             try:
