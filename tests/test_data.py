@@ -311,6 +311,13 @@ class TestViews:
         assert rows(loader.skip(9)) == []
 
     @every_source
+    @pytest.mark.parametrize("count", [2**31 - 1, 2**31, 2**63, 10**30])
+    def test_any_count_above_the_number_of_batches_is_all_of_them(self, source, count):
+        loader = tfloop.DataLoader(sources(5)[source], batch_size=2)
+        assert rows(loader.take(count)) == [0, 1, 2, 3, 4]
+        assert rows(loader.skip(count)) == []
+
+    @every_source
     def test_they_equal_those_of_a_batched_dataset(self, source):
         loader = tfloop.DataLoader(sources(23)[source], batch_size=5)
         batched = tf.data.Dataset.range(23).batch(5)

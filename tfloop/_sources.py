@@ -18,6 +18,7 @@ _SHUFFLE_BYTES = 256 * 2**20
 _LIGHT_BYTES = 2**19
 # What NumPy has, too, without a copy.
 _PLAIN = {tf.bool, tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64}
+_MOST_SKIPPED = 2**31 - 1  # `skip` takes more for nothing.
 _UNKNOWN_ITEM_BYTES = 16 * 2**10
 # What a buffered item costs beside its values, as measured: a place, and a tensor a component.
 _SLOT_BYTES, _TENSOR_BYTES = 160, 48
@@ -146,8 +147,9 @@ class DatasetSource:
             # One int64 for (seed, epoch): `shuffle` takes no more.
             entropy = np.random.SeedSequence([self._shuffle, epoch]).generate_state(1, np.uint64)
             dataset = self._shuffled(tf.constant(int(entropy[0]) >> 1, tf.int64))
-        batches = dataset.batch(self._batch_size, drop_remainder=self._drop_last).skip(start)
-        return batches if stop == math.inf else batches.take(stop - start)
+        batches = dataset.batch(self._batch_size, drop_remainder=self._drop_last)
+        batches = batches.skip(min(start, _MOST_SKIPPED))
+        return batches if stop == math.inf else batches.take(min(stop - start, 2**63 - 1))
 
     def stacks(
         self, epoch: int, start: int, stop: int, count: int, workers: dict[str, Any]
