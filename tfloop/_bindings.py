@@ -25,13 +25,13 @@ import tensorflow as tf
 
 from tfloop import _code
 from tfloop._graphs import is_model, is_variable, unwrap
+from tfloop._settings import PLAIN, getter, is_same
 
 _OPAQUE = {"builtins", "keras", "numpy", "tensorflow", "tfloop", "sonnet"}
 """Whose objects are looked at as one."""
 _LIBRARIES = sys.stdlib_module_names | _OPAQUE
 """Whose code isn't read."""
 _INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_paths()["purelib"]})
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST_THINGS = 4096
 """So many are looked at, which bounds what a trace of a strange program costs."""
 _MOST_ELEMENTS = 256
@@ -89,21 +89,10 @@ class _Watch:
         if len(now) != len(seen):
             return self._owner
         for name, new, old in zip(self._names, now, seen, strict=True):
-            if new is not old and not _is_equal(new, old):
+            if not is_same(new, old):
                 return f"{self._owner}.{name}"
         self._seen = now  # equal ones, which are the same from now on
         return None
-
-
-def _is_equal(new: Any, old: Any) -> bool:
-    """Is a plain value, a dtype, or a method of one object what it was?"""
-    if type(new) is not type(old):
-        return False
-    if isinstance(new, tuple) and len(new) == len(old):
-        return all(n is o or _is_equal(n, o) for n, o in zip(new, old, strict=True))
-    if isinstance(new, types.MethodType):
-        return new.__self__ is old.__self__ and new.__func__ is old.__func__
-    return isinstance(new, (*_PLAIN, tf.DType, tf.TensorShape, np.dtype)) and new == old
 
 
 class _Search:
@@ -117,6 +106,7 @@ class _Search:
         self._found: list[tuple[str, Sequence[Any], Callable[[], Sequence[Any]]]] = []
         self._holders: list[tuple[str, Any]] = []  # things with attributes
         self._looked: list[set[str]] = []  # for each of them: the names that were looked up
+        self._modules: dict[int, tuple[dict[str, Any], set[str]]] = {}  # names of their functions
         self._home = _home(fn)
         if inspect.ismethod(fn):
             self._enter(fn.__self__)  # the object of a step, whatever its class
@@ -128,17 +118,22 @@ class _Search:
     def watches(self) -> tuple[_Watch, ...]:
         """What is to be compared before each call."""
         made = [_Watch(*found) for found in self._found]
-        for (owner, thing), names in zip(self._holders, self._looked, strict=True):
-            held = _held(thing)
+        named = [
+            (owner, _held(thing), names)
+            for (owner, thing), names in zip(self._holders, self._looked, strict=True)
+        ]
+        # Once for all functions of a module.
+        named += [(m.get("__name__", "module"), m, names) for m, names in self._modules.values()]
+        for owner, held, names in named:
             kept = [n for n in sorted(names) if not self._keeps_for_itself(n, held[n])]
             if kept:
-                made.append(_Watch(owner, kept, _reader(held, kept)))
+                made.append(_Watch(owner, kept, _call(getter(kept), held)))
         return tuple(made)
 
     def _keeps_for_itself(self, name: str, value: Any) -> bool:
         """Is it a number or tensor that the code itself writes: a count, the last activations?"""
         return name in self._written and isinstance(
-            value, (*_PLAIN, tf.Tensor, np.ndarray, np.generic)
+            value, (*PLAIN, tf.Tensor, np.ndarray, np.generic)
         )
 
     def _look_up(self) -> bool:
@@ -156,7 +151,7 @@ class _Search:
     def _see(self, thing: Any) -> None:
         """Goes on from something that a name leads to."""
         thing = unwrap(thing)
-        if isinstance(thing, _PLAIN) or id(thing) in self._met or len(self._met) >= _MOST_THINGS:
+        if isinstance(thing, PLAIN) or id(thing) in self._met or len(self._met) >= _MOST_THINGS:
             return
         self._met[id(thing)] = thing
         if isinstance(thing, types.FunctionType):
@@ -202,9 +197,7 @@ class _Search:
             )
         module = fn.__globals__
         outside = {name: module[name] for name in sorted(names.globals) if name in module}
-        kept = [name for name in outside if not self._keeps_for_itself(name, outside[name])]
-        if kept:
-            self._found.append((module.get("__name__", "module"), kept, _reader(module, kept)))
+        self._modules.setdefault(id(module), (module, set()))[1].update(outside)
         for thing in (*inside.values(), *outside.values()):
             self._see(thing)
 
@@ -295,11 +288,10 @@ class _Slots(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return getattr(self._thing, name) if name in self._all else self._missing(name)
+            if name in self._all:
+                return getattr(self._thing, name)
         except AttributeError:
-            raise KeyError(name) from None
-
-    def _missing(self, name: str) -> Any:
+            pass  # not set
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -307,16 +299,6 @@ class _Slots(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _reader(held: Mapping[str, Any], names: Sequence[str]) -> Callable[[], Sequence[Any]]:
-    if len(names) == 1:
-        return functools.partial(_one, held, names[0])
-    return _call(operator.itemgetter(*names), held)
-
-
-def _one(held: Mapping[str, Any], name: str) -> tuple[Any]:
-    return (held[name],)
 
 
 def _call(fn: Callable[[Any], Any], thing: Any) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +19,7 @@ from tfloop._arguments import whole_number
 from tfloop._bindings import Bindings
 from tfloop._launch import Launcher, as_argument
 from tfloop._messages import described
-from tfloop._paths import unchecked_book
+from tfloop._paths import AddressBook, unchecked_book
 from tfloop._traces import Dependency
 
 _MANY_CHANGES = 5
@@ -351,17 +351,27 @@ class _Program:
     @_traces.not_converted
     def _note(self, found: dict[int, Dependency]) -> None:
         """Notes what a trace depends on, after it was made: what it changed itself is its own."""
-        # Traced once more, what the names mean is what it was, but for what the trace has written.
         bindings = Bindings(self._step.python_function)
-        books = [unchecked_book(model) for model in bindings.models]
-        things = {id(thing): thing for thing in (*found.values(), *books)}.values()
-        refreshers = [thing.refresh for thing in things if hasattr(thing, "refresh")]
+        things = found | {id(book): book for book in _books(bindings.models, found.values())}
+        refreshers = [thing.refresh for thing in things.values() if hasattr(thing, "refresh")]
         for refresh in refreshers:
             refresh()
         with self._step._lock:
             known = [ask for ask, _ in self._watched]
-            asks = [thing.fingerprint for thing in things]
+            asks = [thing.fingerprint for thing in things.values()]
             # New tuples: another thread may be reading the old ones.
             self._watched += tuple((ask, ask()) for ask in asks if ask not in known)
             self._refreshed += tuple(r for r in refreshers if r not in self._refreshed)
             self._bindings = bindings
+
+
+def _books(models: Iterable[Any], known: Iterable[Any]) -> list[AddressBook]:
+    """The books of models that are found by name, but for parts of what another book tells of."""
+    told = {id(layer) for book in known if isinstance(book, AddressBook) for layer in book.parts()}
+    books = []
+    for model in models:
+        if id(model) not in told:
+            book = unchecked_book(model)
+            books.append(book)
+            told.update(map(id, book.parts()))
+    return books

@@ -11,6 +11,7 @@ import functools
 import inspect
 import operator
 import re
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -108,6 +109,7 @@ class Launcher:
         self._jitted = jitted
         self._plans: dict[Any, _Plan | None] = {}
         self._seen: set[Any] = set()
+        self._has_loop: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function's result."""
@@ -172,7 +174,10 @@ class Launcher:
           RuntimeError: The function has a loop.
         """
         args, kwargs = tf.nest.map_structure(as_argument, (args, kwargs))
-        if not _LOOPS.isdisjoint(_kinds(self._function.get_concrete_function(*args, **kwargs))):
+        concrete = self._function.get_concrete_function(*args, **kwargs)
+        if concrete not in self._has_loop:
+            self._has_loop[concrete] = not _LOOPS.isdisjoint(_kinds(concrete))
+        if self._has_loop[concrete]:
             raise RuntimeError(
                 "`compiled_step(...)` was called under an open tape: got a loop, such as that of a "
                 "recurrent layer, compiled by XLA, expected none. TensorFlow can't record it there "

@@ -173,6 +173,10 @@ class AddressBook:
         things = [ref() for ref in self._flagged]
         return [thing.trainable for thing in things if thing is not None], self._settings.now()
 
+    def parts(self) -> list[Any]:
+        """The layers and modules whose settings `fingerprint` compares."""
+        return self._settings.things()
+
     def path_of(self, variable: Variable) -> str | None:
         """The canonical path of a variable, or `None` if it isn't the root's."""
         path = self._path_of.get(variable_id(variable))

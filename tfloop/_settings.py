@@ -9,15 +9,17 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfloop import _code
 from tfloop._graphs import parts_of
 
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # What a bare layer has, but it does tell how the layer computes.
 _TELLING = {"_trainable", "_dtype_policy", "_layers", "_remat_mode", "activity_regularizer"}
 # Set by `compile` and `fit`, which are no business of a step.
@@ -35,11 +37,12 @@ class Settings:
     """
 
     def __init__(self, things: Iterable[Any]) -> None:
-        self._getters = []
-        for thing in things:
-            names = _names(thing)
-            if len(names) > 1:  # so that what is got is a tuple
-                self._getters.append((weakref.ref(thing), operator.itemgetter(*names)))
+        named = ((thing, _names(thing)) for thing in things)
+        self._getters = [(weakref.ref(thing), getter(names)) for thing, names in named if names]
+
+    def things(self) -> list[Any]:
+        """Those that still live."""
+        return [thing for ref, _ in self._getters if (thing := ref()) is not None]
 
     def now(self) -> "Values":
         """What they are now; equal to an earlier one as long as a trace is right."""
@@ -56,7 +59,7 @@ class Settings:
 
 
 class Values:
-    """Values compared by identity, plain ones and what containers hold by equality."""
+    """Values compared by identity, plain ones by equality; what containers hold as well."""
 
     __slots__ = ("_contents", "_found")
 
@@ -70,21 +73,39 @@ class Values:
         """Is all what it was?"""
         if not isinstance(other, Values):
             return NotImplemented
-        mine, theirs = self._found, other._found
-        if len(mine) != len(theirs) or len(self._contents) != len(other._contents):
-            return False
-        if not all(map(operator.is_, mine, theirs)) and not all(map(_is_equal, mine, theirs)):
-            return False
-        return all(
-            len(one) == len(two) and all(map(operator.is_, one, two))
-            for one, two in zip(self._contents, other._contents, strict=True)
+        return _are_same(self._found, other._found) and (
+            len(self._contents) == len(other._contents)
+            and all(map(_are_same, self._contents, other._contents))
         )
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+def _are_same(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    if len(mine) != len(theirs):
+        return False
+    return all(map(operator.is_, mine, theirs)) or all(map(is_same, mine, theirs))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Are they one object, or equal and of a kind that is known by its value alone?"""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, types.MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    return isinstance(one, (*PLAIN, tf.DType, tf.TensorShape, np.dtype)) and one == other
+
+
+def getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """What gives the values of some names in a mapping, as a tuple in any case."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    (name,) = names
+    return lambda held: (held[name],)
 
 
 def _elements(container: Any) -> Iterable[Any]:
@@ -106,7 +127,7 @@ def _names(thing: Any) -> list[str]:
         if name not in kept
         and not name.startswith("_self_")
         and not (isinstance(value, tf.Tensor) and (ours or not hasattr(value, "numpy")))
-        and not (name in written and isinstance(value, _PLAIN))
+        and not (name in written and isinstance(value, (*PLAIN, tuple)))
     ]
 
 
@@ -137,6 +158,3 @@ def _written(kind: type) -> frozenset[str]:
 def _is_of_user(thing: Any) -> bool:
     name = str(thing.__module__).partition(".")[0]
     return name not in ("keras", "tensorflow", "sonnet")
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, tf.DType)
