@@ -286,7 +286,12 @@ RANDOM = {
     "uniform with a seed": lambda: tf.random.uniform((), seed=3),
     "dropout of tf.nn": lambda: tf.reduce_sum(tf.nn.dropout(tf.ones(8), 0.5)),
     "shuffle": lambda: tf.random.shuffle(tf.range(5))[0],
-    "in a loop": lambda: tf.map_fn(lambda x: x + tf.random.normal(()), tf.ones(2))[1],
+    "in a loop": lambda: tf.map_fn(
+        # In parallel, which element gets which number would be left to chance.
+        lambda x: x + tf.random.normal(()),
+        tf.ones(2),
+        parallel_iterations=1,
+    )[1],
 }
 
 

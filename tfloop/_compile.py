@@ -147,6 +147,8 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step."""
+        if self._strategy is not None:
+            self._check_batch(args, kwargs)
         if tf.executing_eagerly():
             return self._current().launch(args, kwargs)
         return self._as_part(args, kwargs)
@@ -272,17 +274,20 @@ class CompiledStep:
         fn = copy.deepcopy(self.python_function, memo)
         return CompiledStep(fn, self._jit_compile, self._strategy)
 
+    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses a batch by name; a trace gets all by position, where it can't be told."""
+        if kwargs and not args:
+            raise TypeError(
+                f"`{self._attribute}(batch)` needs its batch as first argument: got none, expected "
+                "what is spread over the replicas. Pass it by position: `step(batch, lr=lr)`."
+            )
+
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         # With `tf.config.run_functions_eagerly(True)` there is no trace to count.
         self.trace_count += not tf.executing_eagerly()
         if self._strategy is None:
             with _traces.for_xla(self._jit_compile):
                 return self.python_function(*args, **kwargs)
-        if kwargs and not args:
-            raise TypeError(
-                f"`{self._attribute}(batch)` needs its batch as first argument: got none, expected "
-                "what is spread over the replicas. Pass it by position: `step(batch, lr=lr)`."
-            )
         return _distribution.run(self._strategy, self.python_function, args, kwargs)
 
     def _traceable(self, fn: Callable[..., Any]) -> Any:
