@@ -21,6 +21,10 @@ from tfloop._weights import checked_weight, divided, weighted
 
 _ACCUMULATE = "accumulator.accumulate(model, grads)"
 _RESTORE = "restoring a GradientsAccumulator"
+_MSG_EMPTY = (
+    "`{call}` found an empty window: got 0 micro-batches, expected at least 1. Nothing was "
+    "accumulated since the last update. Add some: `accumulator.accumulate(model, grads)`."
+)
 _DAMAGED = (ValueError, EOFError, KeyError, OSError, zipfile.BadZipFile)
 
 
@@ -284,6 +288,11 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         }
         return {"count": self._count, "weight": _part(self._weight, parts), **sums}
 
+    def variables(self) -> dict[str, tf.Variable]:
+        """What may hold each of `state`, of which every replica has a part."""
+        sums = {f"{self.reduction}/{path}": buffer for path, buffer in self._buffers.items()}
+        return {"count": self._count, "weight": self._weight, **sums}
+
     def assignments(self, state: Mapping[str, Any]) -> list[tuple[tf.Variable, Any]]:
         """Pairs of variable and value that make the window that of `state`, after all checks.
 
@@ -371,6 +380,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         self._sums_of(self._restored, buffers)  # raises before anything is changed
         self._model, self._book, self._buffers = model, book, buffers
         home = list(book.variables.values())
+        _replicas.spread_seeds(home)
         with _replicas.scope_of(home):
             self._present = tf.Variable(
                 present, dtype=tf.float32, name="present", **_replicas.SUMMED
@@ -413,11 +423,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "expected one. Build it first: `accumulator.build(model)`."
             )
         if self._book is None or (known and self._count.numpy() == 0):
-            raise RuntimeError(
-                f"`{call}` found an empty window: got 0 micro-batches, expected at least 1. "
-                "Nothing was accumulated since the last update. "
-                "Add some: `accumulator.accumulate(model, grads)`."
-            )
+            raise RuntimeError(_MSG_EMPTY.format(call=call))
         weight = tf.identity(self._weight) if self.reduction == "mean" else None
         there = self._present > 0
         flags = there.numpy() if known else tf.unstack(there, len(self._buffers))
@@ -429,17 +435,24 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         }
         return Window(sums, weight, None if known else present)
 
-    def checks(self, call: str, weight: tf.Tensor | None) -> list[tf.Operation]:
+    def checks(
+        self, call: str, weight: tf.Tensor | None, filled: tf.Tensor | None = None
+    ) -> list[tf.Operation]:
         """Refuses an empty window, and in a trace says so when it runs.
 
         Args:
           call: The public call, for messages.
           weight: What all sums together are to be divided by.
+          filled: Was anything added on any replica? By default, on this one.
 
         Raises:
           ValueError: The weights sum to 0.
+          RuntimeError: The window is empty.
         """
+        filled = self._count > 0 if filled is None else filled
         if tf.executing_eagerly():
+            if not filled:
+                raise RuntimeError(_MSG_EMPTY.format(call=call))
             if weight is not None and weight.numpy() == 0:
                 raise ValueError(
                     f"`{call}` can't take the mean: got weights that sum to 0, expected more. All "
@@ -447,7 +460,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 )
             return []
         empty = f"`{call}` found an empty window: nothing was accumulated since the last update"
-        checks = [tf.raw_ops.Assert(condition=self._count > 0, data=[empty])]
+        checks = [tf.raw_ops.Assert(condition=filled, data=[empty])]
         if weight is not None:
             zero = f"`{call}` can't take the mean: the weights sum to 0"
             checks.append(tf.raw_ops.Assert(condition=weight > 0, data=[zero]))

@@ -16,7 +16,7 @@ from tfloop._accumulate import GradientsAccumulator
 from tfloop._arguments import whole_number
 from tfloop._messages import listed
 from tfloop._optimizer import ModuleOptimizer
-from tfloop._parts import Pairs, check_kind, is_root, part_of, take_over
+from tfloop._parts import Pairs, Part, check_kind, is_root, mean_of, part_of, take_over
 from tfloop._paths import address_book, is_variable, root_key, unwrap
 
 _SAVE = "Checkpoint.save(step)"
@@ -91,7 +91,8 @@ class Checkpoint:
     def save(self, step: Any) -> str:
         """Writes a checkpoint, then removes the oldest beyond `max_to_keep`.
 
-        An optimizer that isn't built yet is built first, if one object alone can be its root.
+        Of an optimizer that isn't built yet it saves the state that it would begin with, if one
+        object alone can be its root.
 
         Args:
           step: What `restore` gives back: a whole number of at least 0, such as the count of
@@ -100,7 +101,7 @@ class Checkpoint:
         Returns:
           Its path, without suffix. Names are counted on, whatever `step` is. Over several workers
           it is there for all of them on return.
-        Mutates: the directory.
+        Mutates: the directory, nothing else.
         Graph mode: call it outside.
 
         Raises:
@@ -117,11 +118,20 @@ class Checkpoint:
         entries: dict[str, Any] = {}
         values: dict[str, Any] = {}
         for name, thing in self._objects.items():
+            root = None
             if isinstance(thing, ModuleOptimizer) and thing.root is None:
-                self._build(_SAVE, name, self._candidates(_SAVE))
-            part = part_of(thing, _SAVE)
-            entries[name] = {"kind": part.kind, "roots": self._roots_of(thing), **part.said}
-            values[name] = part.values
+                root = self._only(_SAVE, name, self._candidates(_SAVE))
+            part = part_of(thing, _SAVE, root)
+            roots = self._roots_of(thing.root if root is None and self._has_root(name) else root)
+            entries[name] = {"kind": part.kind, "roots": roots, **part.said}
+            values[name] = dict(part.values)
+            own = {key: part.own[key] for key in part.own if key in part.values}
+            for key, each in _replicas.told_apart(own).items():
+                if key in part.statistics:
+                    values[name][key] = mean_of(each)
+                for place, value in enumerate(each):
+                    values.setdefault(_of_replica(name, place), {})[key] = value
+                entries[name]["replicas"] = len(each)
         manifest = {"step": step, "objects": entries}
         strategy = self._strategy(_SAVE)
         if _replicas.is_spread(strategy):
@@ -161,6 +171,8 @@ class Checkpoint:
         entries = manifest["objects"]
         self._check_names(entries, strict)
         pairs: Pairs = []
+        apart: list[tuple[Any, list[Any]]] = []
+        parts: list[Part] = []
         # Those that may have to be built come last, when all else is known to fit.
         # In one order in all processes: workers make variables together.
         for name in sorted(filter(entries.__contains__, self._objects), key=self._has_root):
@@ -168,7 +180,7 @@ class Checkpoint:
             # An empty window belongs to any root.
             if self._has_root(name) and thing.root is None and any("/" in key for key in saved):
                 named = [root for root in entry["roots"] if root in self._objects]
-                self._build(_RESTORE, name, named or self._candidates(_RESTORE))
+                thing.build(self._only(_RESTORE, name, named or self._candidates(_RESTORE)))
             part = part_of(thing, _RESTORE)
             if entry["kind"] != part.kind:
                 raise ValueError(
@@ -180,7 +192,14 @@ class Checkpoint:
                 pairs += part.pairs(entry, saved, strict)
             except ValueError as error:
                 raise ValueError(f"`{_RESTORE}` can't restore {name!r}: {error}") from error
-        take_over(pairs)
+            of_replicas = [values[_of_replica(name, n)] for n in range(entry.get("replicas", 0))]
+            for key in of_replicas[0] if of_replicas else ():
+                if key in part.own:
+                    apart.append((part.own[key], [each[key] for each in of_replicas]))
+            parts.append(part)
+        take_over(pairs, apart)
+        for part in parts:
+            part.finish()
         return manifest["step"]
 
     def __repr__(self) -> str:
@@ -249,11 +268,11 @@ class Checkpoint:
     def _has_root(self, name: str) -> bool:
         return isinstance(self._objects[name], (ModuleOptimizer, GradientsAccumulator))
 
-    def _roots_of(self, thing: Any) -> list[str]:
-        """The objects that are the root of an optimizer or accumulator, under all their names."""
-        if getattr(thing, "root", None) is None:
+    def _roots_of(self, root: Any) -> list[str]:
+        """The objects that are this root, under all their names."""
+        if root is None:
             return []
-        key = root_key(thing.root)
+        key = root_key(root)
         return [
             n for n, other in self._objects.items() if is_root(other) and root_key(other) == key
         ]
@@ -266,8 +285,8 @@ class Checkpoint:
             if is_root(thing) and address_book(thing, call).parameters()
         ]
 
-    def _build(self, call: str, name: str, roots: list[str]) -> None:
-        """Builds an optimizer or accumulator for the one object that can be its root."""
+    def _only(self, call: str, name: str, roots: list[str]) -> Any:
+        """The one object that can be the root of an optimizer or accumulator."""
         distinct = {root_key(self._objects[root]): root for root in reversed(roots)}
         if len(distinct) != 1:
             raise ValueError(
@@ -275,7 +294,12 @@ class Checkpoint:
                 f"{listed(roots)}, expected one. It hasn't made a step yet, so nothing says whose "
                 f"it is. Build it first: `{name}.build(model)`."
             )
-        self._objects[name].build(self._objects[roots[0]])
+        return self._objects[roots[0]]
+
+
+def _of_replica(name: str, place: int) -> str:
+    """What the values of one replica are saved under, beside those of the object."""
+    return f"{name}@{place}"
 
 
 def _number(path: str | None) -> int:

@@ -46,8 +46,8 @@ def compile(  # noqa: A001
       jit_compile: Compile with XLA. Asserts are dropped then, and each new shape compiles again.
       strategy: Run the step on every replica of it. The first argument is the batch then: tensors
         with one common leading axis, of which each replica gets its share of rows, or what
-        `strategy.experimental_distribute_dataset` yields. The other arguments, and a scalar in its
-        place, are the same for all; none is fine, too.
+        `strategy.experimental_distribute_dataset` yields. The other arguments, and a number, flag
+        or text in its place, are the same for all; none is fine, too.
         A step in it weighs each replica by its rows, so that the result is that of one device. What
         replicas return comes back as one: floating scalars as their mean weighted by rows, whole
         scalars as their sum, the rest end to end. A `keras.losses` object gives the mean of a

@@ -14,8 +14,10 @@ from tfloop._accumulate import GradientsAccumulator
 from tfloop._gradients import GradientsParams
 from tfloop._messages import described
 from tfloop._paths import AddressBook
-from tfloop._step_checks import STEP, assert_counts
+from tfloop._step_checks import STEP
 from tfloop._weights import checked_weight
+
+_WINDOW = ""  # beside the paths: has the window itself got anything?
 
 
 class Contribution:
@@ -48,9 +50,11 @@ class Contribution:
         self._weight = _weight_of(source, weight, reduction)
         self._present: dict[str, tf.Tensor] | None = None
         self._is_sum = False
+        self._is_filled: tf.Tensor | None = None  # the window, by any replica
         if isinstance(source, GradientsAccumulator):
             window = source.window(model, STEP)
             self.grads, self._present = window.sums, window.present
+            self._is_filled = tf.convert_to_tensor(source.count) > 0
             if window.weight is not None:
                 self._weight, self._is_sum = window.weight, True
         else:
@@ -62,10 +66,12 @@ class Contribution:
         present = None
         if self._present is not None:
             present = {path: self._present[path] for path in grads}
+            present[_WINDOW] = self._is_filled
         statistics = {}
-        if _replicas.count() > 1 and self._reduction is not None:
-            moving = _reduction.moving_statistics(book)
-            statistics = {path: tf.convert_to_tensor(v) for path, v in moving.items()}
+        if _replicas.count() > 1:
+            moved = _reduction.moved_state(book)
+            statistics = {path: tf.convert_to_tensor(v) for path, v in moved.items()}
+        share = _replicas.share()
         total = _reduction.total(
             grads,
             self._weight,
@@ -73,7 +79,10 @@ class Contribution:
             present=present,
             weighed=self._is_sum,
             statistics=statistics,
+            rows=None if share is None else tf.cast(share.rows, tf.float32),
         )
+        if total.present is not None:
+            self._is_filled = total.present.pop(_WINDOW)
         if total.present is not None and total.weight is not None:
             # XLA drops the checks: there, a window that weighs nothing leaves all as it is.
             counts = total.weight > 0
@@ -84,8 +93,9 @@ class Contribution:
     def checks(self, total: _reduction.Total) -> list[tf.Operation]:
         """Refuses what is empty or counts nothing, in a trace when it runs."""
         if isinstance(self._source, GradientsAccumulator):
-            return self._source.checks(STEP, total.weight if self._is_sum else None)
-        return assert_counts(total.weight)
+            weight = total.weight if self._is_sum else None
+            return self._source.checks(STEP, weight, self._is_filled)
+        return _reduction.check_counts(STEP, total.weight)
 
     def take(self) -> None:
         """Uses them up."""

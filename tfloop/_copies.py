@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfloop import _sparse, _traces
+from tfloop import _derived, _sparse, _traces
 from tfloop._messages import described, listed
 from tfloop._modes import View
 from tfloop._paths import AddressBook, address_book, tf_variable
@@ -37,7 +37,8 @@ def blend(target: Any, source: Any, rate: Any = 1.0) -> None:
 
     Mutates: every floating variable of `target`, frozen ones and statistics included; or nothing,
       if it raises.
-    Graph mode: works; the value of a tensor isn't checked.
+    Graph mode: works; the value of a tensor isn't checked. What a layer computes from its variables
+      once they are set (`Normalization`) follows an eager call alone.
 
     Raises:
       ValueError: Paths or shapes differ, or a Python rate is outside [0, 1].
@@ -69,6 +70,8 @@ def blend(target: Any, source: Any, rate: Any = 1.0) -> None:
             variable.assign(goal)  # exact, where adding a difference would round
         else:
             variable.assign_add(_sparse.scalar(rate, variable.dtype) * (goal - variable))
+    if tf.executing_eagerly():
+        _derived.bring_up_to_date(address_book(target, _BLEND))
 
 
 @_traces.not_converted
@@ -159,6 +162,7 @@ def _bring_up_to_date(copied: AddressBook, book: AddressBook) -> None:
     for path, variable in copied.variables.items():
         if isinstance(variable, keras.Variable):
             variable.trainable = book.variables[path].trainable
+    _derived.bring_up_to_date(copied)
 
 
 def _check_rate(rate: Any) -> None:

@@ -5,14 +5,16 @@ What a replica does with its part is the step's business, how gradients are redu
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfloop import _replicas, _traces
 from tfloop._gradients import GradientsParams
-from tfloop._messages import described
+from tfloop._messages import described, listed
 
 _CALL = "compiled_step(batch)"
 
@@ -20,21 +22,27 @@ _CALL = "compiled_step(batch)"
 def keep_losses_whole() -> None:
     """Stops Keras' loss objects from dividing by the replicas in a step of ours.
 
-    Keras divides the mean of each replica by their number, because its optimizers add gradients up.
-    Ours take the mean, so a loop with such a loss would train at a fraction of its rate. Elsewhere
-    they go on to divide. Where a Keras to come has another way, nothing is changed, and a test says
-    so.
+    Keras divides the mean of each replica by their number, because its optimizers add gradients up,
+    and multiplies it again where it shows it. Ours take the mean, so a loop with such a loss would
+    train at a fraction of its rate. Elsewhere they go on to do so. There is no other way in: Keras
+    asks the strategy, which must tell everybody else the truth. Where a Keras to come has another
+    way, nothing is changed, and a test says so.
     """
     losses = importlib.import_module("keras.src.losses.loss")
-    divided = getattr(losses, "scale_loss_for_distribution", None)
-    if divided is None or hasattr(divided, "__wrapped__"):
-        return
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        scaled = getattr(losses, name, None)
+        if scaled is not None and not hasattr(scaled, "__wrapped__"):
+            setattr(losses, name, _outside_of_steps(scaled))
 
-    @functools.wraps(divided)
+
+def _outside_of_steps(scaled: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same function, which in a replica of ours gives its argument back."""
+
+    @functools.wraps(scaled)
     def whole(value: Any) -> Any:
-        return divided(value) if _replicas.share() is None else value
+        return value if _replicas.is_in_step() else scaled(value)
 
-    setattr(losses, divided.__name__, whole)
+    return whole
 
 
 # Autograph must go through here to the user's function.
@@ -51,8 +59,8 @@ def run(
       fn: `fn(part, *others, **kwargs)`.
       args: First the batch, a structure of tensors with one common leading axis: the rows of all
         replicas, the same on each worker. Or what `strategy.experimental_distribute_dataset`
-        yields, as it is. Scalars alone are no batch. The others are the same for all replicas.
-      kwargs: The same for all replicas.
+        yields, as it is. Without any axis it is no batch. The others are the same for all replicas.
+      kwargs: The same for all replicas, but for the batch, where that was given by its name.
 
     Returns:
       The outputs of all replicas as one: floating scalars as their mean weighted by rows, whole
@@ -63,30 +71,62 @@ def run(
       TypeError: The batch has something else than dense tensors, or gradients are returned.
       ValueError: It has no common leading axis.
     """
-    if not args or _has_no_rows(args[0]):
+    args, kwargs = _batch_first(strategy, fn, args, kwargs)
+    if not args or not _has_rows(strategy, args[0]):
+
+        def whole(args: Any, kwargs: Any) -> Any:
+            with _replicas.in_step(None):
+                return fn(*args, **kwargs)
+
         ones = strategy.experimental_distribute_values_from_function(lambda _: tf.constant(1))
-        return _joined(strategy, strategy.run(fn, args=tuple(args), kwargs=kwargs), ones)
+        return _joined(strategy, strategy.run(whole, args=(tuple(args), dict(kwargs))), ones)
     parts, rows, total, replicas = _spread(strategy, args[0])
 
     def replica(part: Any, rows: tf.Tensor, others: Any, kwargs: Any) -> Any:
-        with _replicas.sharing(_replicas.Share(rows, total, replicas)):
+        with _replicas.in_step(_replicas.Share(rows, total, replicas)):
             return fn(part, *others, **kwargs)
 
     outputs = strategy.run(replica, args=(parts, rows, tuple(args[1:]), dict(kwargs)))
     return _joined(strategy, outputs, rows)
 
 
-def _has_no_rows(batch: Any) -> bool:
-    leaves = tf.nest.flatten(batch)
-    return all(isinstance(leaf, tf.Tensor) and leaf.shape.rank == 0 for leaf in leaves)
+@_traces.not_converted
+def _batch_first(
+    strategy: tf.distribute.Strategy,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments, the batch in the first place where it was given by its name."""
+    first = next(iter(inspect.signature(fn).parameters.values()), None)
+    if not args and first is not None and first.kind is first.POSITIONAL_OR_KEYWORD:
+        kwargs = dict(kwargs)
+        args = (kwargs.pop(first.name),) if first.name in kwargs else ()
+    if not args and _has_rows(strategy, kwargs):
+        raise TypeError(
+            f"`{_CALL}` needs its batch as first argument: got none, and {listed(kwargs)} with an "
+            "axis, expected what is spread over the replicas. Pass it by position: "
+            "`step(batch, lr=lr)`."
+        )
+    return args, kwargs
+
+
+@_traces.not_converted
+def _has_rows(strategy: tf.distribute.Strategy, batch: Any) -> bool:
+    """Is there anything with an axis in it? A number, a flag or a text has none."""
+    leaves = (strategy.experimental_local_results(leaf)[0] for leaf in tf.nest.flatten(batch))
+    return any(tf.TensorShape(getattr(leaf, "shape", ())).rank != 0 for leaf in leaves)
 
 
 @_traces.not_converted
 def _spread(strategy: tf.distribute.Strategy, batch: Any) -> tuple[Any, Any, tf.Tensor, int]:
     """The parts of the replicas, their rows, the rows together, and the number of parts."""
+    batch = tf.nest.map_structure(_as_tensor, batch)
     leaves = tf.nest.flatten(batch)
-    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
-        local = strategy.experimental_local_results(leaves[0])
+    distributed = [leaf for leaf in leaves if isinstance(leaf, tf.distribute.DistributedValues)]
+    if distributed:
+        with_rows = next(leaf for leaf in distributed if _has_rows(strategy, leaf))
+        local = strategy.experimental_local_results(with_rows)
         counts = iter([tf.shape(part)[0] for part in local])
         rows = strategy.experimental_distribute_values_from_function(lambda _: next(counts))
         (total,) = _over_workers(strategy, [tf.add_n(strategy.experimental_local_results(rows))])
@@ -125,6 +165,11 @@ def _spread(strategy: tf.distribute.Strategy, batch: Any) -> tuple[Any, Any, tf.
 
     parts, rows = strategy.experimental_distribute_values_from_function(part)
     return parts, rows, tf.convert_to_tensor(total), replicas
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """An array is one where functions run eagerly, as it is in a trace."""
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _of_unknown_rows(part: tf.Tensor) -> tf.Tensor:

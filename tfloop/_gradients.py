@@ -258,7 +258,11 @@ class GradientsParams(Mapping[str, Gradient]):
             weight = checked_weight(call, weight)
         elif share is not None:
             weight = tf.cast(share.rows, tf.float64)
-        return type(self)(_reduction.total(grads, weight, reduction="mean").grads)
+        total = _reduction.total(grads, weight, reduction="mean")
+        with tf.control_dependencies(_reduction.check_counts(call, total.weight)):
+            return type(self)(
+                tf.nest.map_structure(tf.identity, total.grads, expand_composites=True)
+            )
 
     @_traces.not_converted
     def dot(self, other: "GradientsParams") -> tf.Tensor:

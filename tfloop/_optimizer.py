@@ -221,8 +221,10 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           under XLA.
         Replicas: call it on each, in `strategy.run` or `tfloop.compile(strategy=...)`; not inside a
           `tf.cond` there. One all-reduce for the dense gradients of each dtype, packed, and one
-          for sparse ones. Moving statistics of BatchNormalization become their mean along with
-          it, unless `reduction` is `None`.
+          for sparse ones. The state that layers move, such as the statistics of
+          BatchNormalization, becomes its mean over the rows along with it: floating variables
+          made with `trainable=False` and no aggregation of their own. What is alike on all stays
+          bit for bit; the states of a stateful RNN stay each replica's own.
 
         Raises:
           ValueError: `grads` is empty, has an unknown path or another shape; the rate is negative
@@ -436,18 +438,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     def _build(self, model: Any, book: AddressBook, groups: list[Group]) -> None:
         """Routes and makes state; changes nothing before all checks have passed."""
         check_no_complex(book, groups)
-        owner = owners(book, groups, self._strict)
-        trainable = book.parameters()
-        states = []
-        for index, group in enumerate(groups):
-            if group.update is None:
-                continue
-            served = {
-                path: book.variables[path]
-                for path, owned_by in owner.items()
-                if owned_by == index and (path in trainable or path in group.update.variables)
-            }
-            states.append((group.update, group.update.state_for(served)))
+        owner, states = self._with_states(book, groups)
         restored = []
         if self._pending is not None:
             restored = _record.assignments(_record.parse(self._pending), self.records(states))
@@ -465,6 +456,38 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         _replicas.spread_seeds(home)
         self._model, self._book, self._owner, self._groups = model, book, owner, groups
         self._mark_changed()
+
+    def _with_states(
+        self, book: AddressBook, groups: list[Group]
+    ) -> tuple[dict[str, int], list[tuple[GroupUpdate, State]]]:
+        """Who owns which path, and state for all; changes nothing."""
+        owner = owners(book, groups, self._strict)
+        trainable = book.parameters()
+        states = []
+        for index, group in enumerate(groups):
+            if group.update is None:
+                continue
+            served = {
+                path: book.variables[path]
+                for path, owned_by in owner.items()
+                if owned_by == index and (path in trainable or path in group.update.variables)
+            }
+            states.append((group.update, group.update.state_for(served)))
+        return owner, states
+
+    def first_records(self, model: Any) -> tuple[list[_record.GroupRecord], dict[int, Any]]:
+        """The state that this optimizer would begin with; it isn't built by this.
+
+        Returns:
+          The records, and id of a variable -> the restored value that waits for it.
+        """
+        book = address_book(model)
+        _, states = _traces.eagerly(lambda: self._with_states(book, self._groups))
+        records = self.records(states)
+        if self._pending is None:
+            return records, {}
+        waiting = _record.assignments(_record.parse(self._pending), records)
+        return records, {id(variable): value for variable, value in waiting}
 
     def _change(self, groups: list[Group]) -> None:
         """Takes over a new list of groups, at once where the optimizer is built."""

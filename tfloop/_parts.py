@@ -4,30 +4,53 @@ One class for each kind of object. A part has named values, says the rest in wor
 pairs what is there with what was saved. Files and roots are none of its business.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfloop import _record, _replicas
+from tfloop import _derived, _record, _reduction, _replicas
 from tfloop._accumulate import GradientsAccumulator
 from tfloop._messages import described, listed
 from tfloop._optimizer import ModuleOptimizer
-from tfloop._paths import address_book, is_model, is_variable, root_key, tf_variable
+from tfloop._paths import (
+    AddressBook,
+    address_book,
+    is_model,
+    is_variable,
+    root_key,
+    tf_variable,
+)
 
 Saved = Mapping[str, np.ndarray]
 Pairs = list[tuple[Any, Any]]
 """(what has `assign`, value): live variables and what they were when they were saved."""
 
 
-class Variables:
-    """A model, a metric or a variable: variables by path."""
+class _Kind:
+    """What most have in common.
+
+    Attributes:
+      own: Name -> variable, for those of the values of which each replica may have its own.
+      statistics: The names of those that are the mean of these where they must be one.
+    """
+
+    own: Mapping[str, Any] = {}
+    statistics: Collection[str] = ()
+
+    def finish(self) -> None:
+        """What is left to do once all values are assigned."""
+
+
+class Variables(_Kind):
+    """A metric or a variable: variables by path."""
 
     def __init__(self, kind: str, variables: Mapping[str, Any]) -> None:
         self.kind = kind
         self.values = {path: tf_variable(variable) for path, variable in variables.items()}
+        self.own: Mapping[str, Any] = self.values
         self.said: dict[str, Any] = {}
 
     def pairs(self, said: Mapping[str, Any], saved: Saved, strict: bool) -> Pairs:
@@ -42,26 +65,44 @@ class Variables:
             )
         shared = {path: variable for path, variable in self.values.items() if path in saved}
         for path, variable in shared.items():
-            found = tuple(saved[path].shape), tf.as_dtype(saved[path].dtype).name
-            expected = tuple(variable.shape), variable.dtype.name
-            if found != expected:
+            value = np.asarray(saved[path])
+            found, dtype = tf.TensorShape(value.shape), tf.as_dtype(value.dtype)
+            expected = tf.TensorShape(variable.shape)  # which may be open
+            if not expected.is_compatible_with(found) or dtype != variable.dtype:
                 raise ValueError(
-                    f"got shape {found[0]} and dtype {found[1]} for {path!r}, expected "
-                    f"{expected[0]} and {expected[1]}. The model was changed since it was saved. "
-                    "Build it as it was: `build_model(config)`."
+                    f"got shape {tuple(found)} and dtype {dtype.name} for {path!r}, expected "
+                    f"{tuple(variable.shape)} and {variable.dtype.name}. The model was changed "
+                    "since it was saved. Build it as it was: `build_model(config)`."
                 )
         return [(variable, saved[path]) for path, variable in shared.items()]
 
 
-class Optimizer:
+class Model(Variables):
+    """A model: its variables, and what its layers compute from them."""
+
+    def __init__(self, book: AddressBook) -> None:
+        super().__init__("model", book.variables)
+        self._book = book
+        self.statistics = _reduction.moved_state(book)
+
+    def finish(self) -> None:
+        """As in `Variables`."""
+        _derived.bring_up_to_date(self._book)
+
+
+class Optimizer(_Kind):
     """A `ModuleOptimizer`: groups, which are known by their members."""
 
     kind = "ModuleOptimizer"
 
-    def __init__(self, optim: ModuleOptimizer) -> None:
-        self._groups = optim.records()
+    def __init__(self, optim: ModuleOptimizer, root: Any) -> None:
+        waiting: Mapping[int, Any] = {}
+        if root is None:
+            self._groups = optim.records()
+        else:
+            self._groups, waiting = optim.first_records(root)
         self.values = {
-            f"{number}/{key}": variable
+            f"{number}/{key}": waiting.get(id(variable), variable)
             for number, group in enumerate(self._groups)
             for key, variable in group.variables().items()
         }
@@ -79,7 +120,7 @@ class Optimizer:
         return _record.assignments(found, self._groups)
 
 
-class Window:
+class Window(_Kind):
     """A `GradientsAccumulator`: what got anything in its window."""
 
     kind = "GradientsAccumulator"
@@ -87,6 +128,7 @@ class Window:
     def __init__(self, accumulator: GradientsAccumulator) -> None:
         self._accumulator = accumulator
         self.values = accumulator.state()
+        self.own = accumulator.variables()
         self.said: dict[str, Any] = {}
 
     def pairs(self, said: Mapping[str, Any], saved: Saved, strict: bool) -> Pairs:
@@ -94,7 +136,7 @@ class Window:
         return self._accumulator.assignments(saved)
 
 
-class State:
+class State(_Kind):
     """Another `PythonState`, such as a `DataLoader`: bytes that it alone can judge."""
 
     def __init__(self, thing: tf.train.experimental.PythonState) -> None:
@@ -115,14 +157,19 @@ class State:
 Part = Variables | Optimizer | Window | State
 
 
-def part_of(thing: Any, call: str) -> Part:
+def part_of(thing: Any, call: str, root: Any = None) -> Part:
     """An object as a checkpoint sees it, with the state that it has now.
+
+    Args:
+      thing: What has the state.
+      call: The public call, for messages.
+      root: For an optimizer that isn't built: whose state it would begin with.
 
     Raises:
       ValueError: It is a model that isn't built.
     """
     if isinstance(thing, ModuleOptimizer):
-        return Optimizer(thing)
+        return Optimizer(thing, root)
     if isinstance(thing, GradientsAccumulator):
         return Window(thing)
     if isinstance(thing, tf.train.experimental.PythonState):
@@ -131,7 +178,7 @@ def part_of(thing: Any, call: str) -> Part:
         return Variables("metric", {f"{n}.{v.name}": v for n, v in enumerate(thing.variables)})
     if is_variable(thing):
         return Variables("variable", {"value": thing})
-    return Variables("model", address_book(thing, call).variables)
+    return Model(address_book(thing, call))
 
 
 def is_root(thing: Any) -> bool:
@@ -162,8 +209,20 @@ def check_kind(thing: Any, call: str) -> None:
     )
 
 
-def take_over(pairs: Pairs) -> None:
-    """Assigns all values or none: what may still refuse one comes first."""
+def mean_of(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """One value for what replicas have apart, as a step would make it."""
+    stacked = tf.constant(np.stack(parts).astype(np.float64))
+    mean = _reduction.mean_of_parts(stacked, tf.ones(len(parts), tf.float64))
+    return mean.numpy().astype(parts[0].dtype)
+
+
+def take_over(pairs: Pairs, apart: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+    """Assigns all values or none: what may still refuse one comes first.
+
+    Args:
+      pairs: Each with a value for all replicas.
+      apart: Pairs of a variable among these and what each replica had of it.
+    """
     done: list[State] = []
     try:
         for target, value in pairs:
@@ -176,5 +235,7 @@ def take_over(pairs: Pairs) -> None:
         raise
     rest = [pair for pair in pairs if not isinstance(pair[0], State)]
     for target, value in rest:
-        target.assign(value)
+        _replicas.assign_whole(target, value)
     _replicas.spread_seeds([target for target, _ in rest if is_variable(target)], again=True)
+    for target, values in apart:
+        _replicas.assign_parts(target, values)

@@ -7,13 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from tfloop import _overwritten, _replicas, _sparse
 from tfloop._messages import described
-from tfloop._paths import AddressBook, tf_variable
-from tfloop._sparse import Gradient, map_values
+from tfloop._paths import AddressBook, is_variable, tf_variable, variable_id
+from tfloop._sparse import Gradient, accumulation_dtype, map_values
 from tfloop._weights import divided, weighted
 
 
@@ -24,7 +23,7 @@ class Total(NamedTuple):
       grads: Path -> gradient.
       weight: The sum of the weights, or `None` if nothing was weighted.
       present: Path -> did any replica have one, a scalar bool; `None` if all are there.
-      statistics: Path -> what moving statistics are over all replicas.
+      statistics: Path -> what the state that layers move is over all replicas.
     """
 
     grads: dict[str, Gradient]
@@ -41,6 +40,7 @@ def total(
     present: Mapping[str, tf.Tensor] | None = None,
     weighed: bool = False,
     statistics: Mapping[str, tf.Tensor] | None = None,
+    rows: tf.Tensor | None = None,
 ) -> Total:
     """Reduces gradients over the replicas, in one call for each kind of them.
 
@@ -55,41 +55,44 @@ def total(
       reduction: `"mean"`, `"sum"`, or `None` for gradients that are reduced already.
       present: Path -> scalar bool: has this replica one? What is absent is zero in `grads`.
       weighed: The gradients are sums over the weight: w_i g_i in place of g_i.
-      statistics: Path -> what a replica has of moving statistics; means in any case.
+      statistics: Path -> what this replica has of `moved_state`; means in any case.
+      rows: How much this replica counts in these, where it isn't `weight`.
     """
-    replicas = _replicas.count()
+    replicas, one = _replicas.count(), tf.constant(1.0)
     grads, values = _overwritten.parted(grads)
     present = None if present is None else dict(present)
-    if replicas == 1 or reduction is None:
-        if weighed and weight is not None:
-            grads = {path: _mean(grad, weight) for path, grad in grads.items()}
-        return Total(grads | values, weight, present, {})
-    counts = {path: _counts(path, weight, present) for path in values}
-    if reduction == "sum" and weighed and weight is not None:
-        grads, weight = {path: _mean(grad, weight) for path, grad in grads.items()}, None
-    elif weight is not None and not weighed:
+    if weighed and weight is not None and (replicas == 1 or reduction != "mean"):
+        grads = {path: _mean(grad, weight) for path, grad in grads.items()}
+    elif weight is not None and not weighed and replicas > 1 and reduction is not None:
         grads = {path: weighted(grad, weight) for path, grad in grads.items()}
-    one = tf.constant(1.0) if weight is None else tf.cast(weight, tf.float32)
-    riders = [one]
+    if replicas == 1:
+        return Total(grads | values, weight, present, {})
+    # A sum over rows of zeros is what each replica has; so what all have alike stays, bit for bit.
+    own = {path: _replicas.in_own_row(_wide(value)) for path, value in (statistics or {}).items()}
+    counted = next((w for w in (weight, rows) if w is not None), one)
+    riders = [_replicas.in_own_row(tf.cast(counted, tf.float32))] if own else []
+    if reduction is None:
+        parts, riders = _replicas.reduce_sum(own, riders) if own else ({}, riders)
+        return Total(grads | values, weight, present, _means(statistics, parts, riders))
+    apart = {
+        path: _replicas.in_own_row(_only_if(_counts(path, weight, present), value))
+        for path, value in values.items()
+    }
+    riders.append(one if weight is None else tf.cast(weight, tf.float32))
     if present is not None:
         riders.append(tf.cast(tf.stack(list(present.values())), tf.float32))
-    if statistics:
-        riders += _weighted_statistics(statistics, one)
-    apart = {path: _replicas.in_own_row(_only_if(counts[path], v)) for path, v in values.items()}
-    grads, riders = _replicas.reduce_sum(grads | apart, riders)
-    grads, apart = _overwritten.parted(grads)
-    weights = riders.pop(0)
+    sums, riders = _replicas.reduce_sum(grads | own | apart, riders)
+    means = _means(statistics, sums, riders)
+    weights = riders[1 if own else 0]
     if present is not None:
-        flags = tf.unstack(riders.pop(0) > 0, len(present))
+        flags = tf.unstack(riders[-1] > 0, len(present))
         present = dict(zip(present, flags, strict=True))
-    means: dict[str, tf.Tensor] = {}
-    if statistics:
-        means = _mean_statistics(statistics, riders)
+    grads = {path: sums[path] for path in grads}
     if reduction == "mean":
         grads = {path: _mean(grad, weights) for path, grad in grads.items()}
-    values = {path: tf.reduce_max(rows, 0) for path, rows in apart.items()}
+    values = {path: tf.reduce_max(sums[path], 0) for path in values}
     if present is not None:  # what is absent is zero here, too
-        values = {path: tf.where(present[path], v, 0) for path, v in values.items()}
+        values = {path: tf.where(present[path], value, 0) for path, value in values.items()}
     return Total(grads | values, None if weight is None else weights, present, means)
 
 
@@ -107,37 +110,83 @@ def check_reduction(call: str, reduction: Any) -> None:
         )
 
 
-def moving_statistics(book: AddressBook) -> dict[str, Any]:
-    """Path -> variable: the statistics of BatchNormalization, which each replica moves alone.
+def check_counts(call: str, weight: tf.Tensor | None) -> list[tf.Operation]:
+    """An assertion that the replicas together have any weight.
 
-    Those of frozen layers don't move. With `synchronized=True` Keras keeps them alike.
+    Raises:
+      ValueError: They have none, which is known in eager mode.
     """
-    found = {}
-    for layer in book.layers.values():
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-            for variable in (layer.moving_mean, layer.moving_variance):
-                key = book.path_of(variable)
-                if key is not None and not layer.synchronized:
-                    found[key] = tf_variable(variable)
-    return found
+    if weight is None:
+        return []
+    value = tf.get_static_value(weight)
+    text = (
+        f"`{call}` can't take the mean: got weights that sum to 0, expected more. No replica had "
+        "a sample. Skip such a batch: `if len(labels):`."
+    )
+    if value is None:
+        return [tf.raw_ops.Assert(condition=weight > 0, data=[text])]
+    if value == 0:
+        raise ValueError(text)
+    return []
 
 
-def _weighted_statistics(statistics: Mapping[str, tf.Tensor], weight: tf.Tensor) -> list[tf.Tensor]:
-    """The weights, then the statistics times these; a replica that saw no sample has NaN."""
-    values = [tf.cast(value, tf.float32) for value in statistics.values()]
-    sound = tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(v)) for v in values]))
-    weight = tf.where(sound, weight, 0.0)
-    return [weight, *(tf.math.multiply_no_nan(value, weight) for value in values)]
+def moved_state(book: AddressBook) -> dict[str, Any]:
+    """Path -> variable: the floating state that layers move, each replica its own copy of it.
 
-
-def _mean_statistics(
-    statistics: Mapping[str, tf.Tensor], sums: list[tf.Tensor]
-) -> dict[str, tf.Tensor]:
-    weight, *values = sums
-    return {
-        path: tf.where(weight > 0, tf.cast(tf.math.divide_no_nan(value, weight), old.dtype), old)
-        for (path, old), value in zip(statistics.items(), values, strict=True)
+    Statistics of any kind, which over all replicas are their mean. What a stateful layer remembers
+    of each sample isn't: a replica has samples of its own.
+    """
+    samples = {
+        variable_id(state)
+        for layer in book.layers.values()
+        if getattr(layer, "stateful", False)
+        for state in tf.nest.flatten(getattr(layer, "states", None))
+        if is_variable(state)
     }
+    return {
+        path: tf_variable(variable)
+        for path, variable in book.floating().items()
+        if _replicas.drifts(variable)
+        and variable_id(variable) not in samples
+        and tf.TensorShape(variable.shape).is_fully_defined()
+    }
+
+
+def mean_of_parts(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """What replicas have of a statistic, as one: what all have alike, else their weighted mean.
+
+    One that isn't finite, as after a batch without a sample, doesn't count where another is.
+
+    Args:
+      parts: Floating, a row for each replica.
+      weights: Of each replica, of the same dtype.
+    """
+    sound = tf.reduce_all(tf.math.is_finite(parts), range(1, parts.shape.rank))
+    weights = tf.where(sound, weights, tf.zeros_like(weights))
+    shares = tf.reshape(weights, [-1] + [1] * (parts.shape.rank - 1))
+    weight = tf.reduce_sum(weights)
+    mean = tf.reduce_sum(tf.math.multiply_no_nan(parts, shares), 0) / weight
+    alike = tf.reduce_all(tf.equal(parts, parts[:1]))
+    return tf.where(tf.logical_or(alike, weight <= 0), parts[0], mean)
+
+
+def _means(
+    statistics: Mapping[str, tf.Tensor] | None,
+    parts: Mapping[str, Gradient],
+    riders: list[tf.Tensor],
+) -> dict[str, tf.Tensor]:
+    """Path -> mean, from the parts of all replicas and, as the first rider, their weights."""
+    return {
+        path: tf.cast(
+            mean_of_parts(parts[path], tf.cast(riders[0], parts[path].dtype)), value.dtype
+        )
+        for path, value in (statistics or {}).items()
+    }
+
+
+def _wide(value: tf.Tensor) -> tf.Tensor:
+    """Narrow ones ride with the float32 gradients; each is exact there."""
+    return tf.cast(value, accumulation_dtype(value.dtype))
 
 
 def _counts(

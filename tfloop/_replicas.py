@@ -9,10 +9,11 @@ import contextvars
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfloop import _sparse
@@ -43,21 +44,32 @@ class Share(NamedTuple):
 
 # Replicas run in threads of their own, which have contexts of their own.
 _SHARE: contextvars.ContextVar[Share | None] = contextvars.ContextVar("share", default=None)
+_IN_STEP: contextvars.ContextVar[bool] = contextvars.ContextVar("in_step", default=False)
 
 
 @contextlib.contextmanager
-def sharing(share: Share) -> Iterator[None]:
-    """Says, while the block runs, what this replica has of the batch."""
-    token = _SHARE.set(share)
+def in_step(share: Share | None) -> Iterator[None]:
+    """Says, while the block runs, that this is a replica of a compiled step of ours.
+
+    Args:
+      share: What it has of the batch; `None` where no batch was cut.
+    """
+    before, outside = _SHARE.set(share), _IN_STEP.set(True)
     try:
         yield
     finally:
-        _SHARE.reset(token)
+        _SHARE.reset(before)
+        _IN_STEP.reset(outside)
 
 
 def share() -> Share | None:
     """What this replica has of the batch, where `compile` has cut one."""
     return _SHARE.get()
+
+
+def is_in_step() -> bool:
+    """Is this a replica of a step that `compile` runs, with a batch or without?"""
+    return _IN_STEP.get()
 
 
 def is_default(strategy: tf.distribute.Strategy | None) -> bool:
@@ -197,6 +209,75 @@ def _is_apart(value: Any) -> bool:
         and value.synchronization == tf.VariableSynchronization.ON_READ
         and strategy_of([value]) is not None
     )
+
+
+def drifts(variable: Variable) -> bool:
+    """Is it state of which every replica changes its own copy, and nobody puts them together?
+
+    Parameters are updated alike; a variable with an aggregation is TensorFlow's business.
+    """
+    variable = tf_variable(variable)
+    return (
+        strategy_of([variable]) is not None
+        and not variable.trainable
+        and variable.aggregation == tf.VariableAggregation.NONE
+        and not _is_apart(variable)
+    )
+
+
+def told_apart(variables: Mapping[str, Variable]) -> dict[str, list[np.ndarray]]:
+    """Key -> what each replica has of a variable, for those of which they have different things.
+
+    Over several workers all have to call it.
+    """
+    found = {}
+    for key, variable in variables.items():
+        variable = tf_variable(variable)
+        strategy = strategy_of([variable])
+        if strategy is None or not (drifts(variable) or _is_apart(variable)):
+            continue
+        parts = _parts_of(strategy, variable)
+        if any(part.tobytes() != parts[0].tobytes() for part in parts):
+            found[key] = parts
+    return found
+
+
+def _parts_of(strategy: tf.distribute.Strategy, variable: tf.Variable) -> list[np.ndarray]:
+    parts = dict(zip(places(strategy), strategy.experimental_local_results(variable), strict=True))
+    if len(parts) == strategy.num_replicas_in_sync:
+        return [np.asarray(parts[place].numpy()) for place in sorted(parts)]
+    kind = tf.int64 if variable.dtype.is_integer or variable.dtype.is_bool else variable.dtype
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.cast(parts[context.replica_id_in_sync_group], kind)[None]
+    )
+    return [*tf.cast(strategy.gather(rows, 0), variable.dtype).numpy()]
+
+
+def assign_parts(variable: tf.Variable, values: Sequence[Any]) -> None:
+    """Gives every replica its own value, where there is one for each of them."""
+    strategy = strategy_of([variable])
+    if strategy is None or strategy.num_replicas_in_sync != len(values):
+        return
+    components = strategy.experimental_local_results(variable)
+    for component, place in zip(components, places(strategy), strict=True):
+        component.assign(values[place])
+    if _is_seed(variable):
+        _SPREAD[id(variable)] = variable
+
+
+def assign_whole(variable: tf.Variable, value: Any) -> None:
+    """Gives a variable a value, of which the first replica holds all where they hold parts.
+
+    TensorFlow would part a sum, by a division that rounds, or drops the rest of a whole number.
+    """
+    if not _is_apart(variable) or variable.aggregation != tf.VariableAggregation.SUM:
+        variable.assign(value)
+        return
+    strategy = strategy_of([variable])
+    assert strategy is not None  # or it would have no parts
+    components = strategy.experimental_local_results(variable)
+    for component, place in zip(components, places(strategy), strict=True):
+        component.assign(value if place == 0 else tf.zeros_like(component))
 
 
 def check_context(call: str, variables: Mapping[str, Variable]) -> None:

@@ -100,23 +100,3 @@ def assert_current(version: int, routing: tf.Variable) -> list[tf.Operation]:
     )
     fresh = tf.equal(routing, tf.constant(version, routing.dtype))
     return [tf.raw_ops.Assert(condition=fresh, data=[message])]
-
-
-def assert_counts(weight: tf.Tensor | None) -> list[tf.Operation]:
-    """An assertion that the replicas together have any weight.
-
-    Raises:
-      ValueError: They have none, which is known in eager mode.
-    """
-    if weight is None:
-        return []
-    value = tf.get_static_value(weight)
-    text = (
-        f"`{STEP}` can't take the mean: got weights that sum to 0, expected more. No replica had "
-        "a sample. Skip such a batch: `if len(labels):`."
-    )
-    if value is None:
-        return [tf.raw_ops.Assert(condition=weight > 0, data=[text])]
-    if value == 0:
-        raise ValueError(text)
-    return []
