@@ -740,7 +740,11 @@ def claim_results_come_back_as_one(strategy, folder):
             "one common leading axis",
         ),
         (lambda: step({"x": tf.ragged.constant([[1]])}, 1.0), TypeError, "expected dense tensors"),
-        (lambda: step(batch={"x": x}, scale=1.0), TypeError, "needs its batch as first argument"),
+        (
+            lambda: tfloop.compile(lambda *, batch: batch, strategy=strategy)(batch=x),
+            TypeError,
+            "needs its batch as first argument",
+        ),
         (
             lambda: tfloop.compile(lambda b: GradientsParams({"w": b}), strategy=strategy)(x),
             TypeError,
@@ -749,6 +753,325 @@ def claim_results_come_back_as_one(strategy, folder):
     ):
         with pytest.raises(error, match=words):
             call()
+
+
+def claim_every_form_of_call_is_the_run_of_one_device(strategy, folder):
+    x, y, squares = NUMBERS[:6], TARGETS[:6], keras.losses.MeanSquaredError()
+
+    def run(where, form):
+        """Losses, parameters and Keras' own count of the loss after three steps."""
+        with where.scope():
+            keras.utils.set_random_seed(1)
+            net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+            net.compile(loss=squares)
+            mean, error = keras.metrics.Mean(), keras.metrics.MeanSquaredError()
+            net.compute_loss(x, y, net(x))  # makes Keras' tracker
+            net.reset_metrics()
+        optim, window = ModuleOptimizer("sgd"), GradientsAccumulator()
+
+        def learn(batch, lr):
+            with tfloop.Tape() as tape:
+                loss = net.compute_loss(batch[0], batch[1], net(batch[0]))
+                loss += 0.1 * squares(batch[1], net(batch[0]))
+            grads = GradientsParams.from_grads(tape.backward(loss), net)
+            if form == "accumulated":
+                window.accumulate(net, grads)
+                optim.step(lr, net, window)
+            else:
+                optim.step(lr, net, grads)
+            mean.update_state(squares(batch[1], net(batch[0])))
+            return loss
+
+        def by_replica(lr):
+            if where is ONE:
+                return learn((x, y), lr)
+            begin = 3 * tf.distribute.get_replica_context().replica_id_in_sync_group
+            part = tuple(tf.constant(array)[begin : begin + 3] for array in (x, y))
+            return learn(part, lr)
+
+        @tfloop.compile(strategy=where)
+        def step(batch, lr):
+            return learn(batch, lr)
+
+        compiled = lambda fn: tfloop.compile(fn, strategy=where)  # noqa: E731
+        captured = compiled(lambda lr: learn((x, y), lr))
+        measured = compiled(lambda batch: (error.update_state(batch[1], net(batch[0])), None)[1])
+        distributed = (x, y)
+        if where is not ONE:
+            data = tf.data.Dataset.from_tensors(distributed).unbatch().batch(6)
+            distributed = next(iter(where.experimental_distribute_dataset(data)))
+        calls = {
+            "batch": lambda: step((x, y), 0.1),
+            "accumulated": lambda: step((x, y), 0.1),
+            "batch by name": lambda: step(lr=0.1, batch=(x, y)),
+            "distributed": lambda: step(distributed, 0.1),
+            "a number": lambda: captured(0.1),
+            "a number by name": lambda: captured(lr=0.1),
+            "a flag": lambda: compiled(lambda flag: learn((x, y), 0.1))(True),
+            "nothing": lambda: compiled(lambda: learn((x, y), 0.1))(),
+            "a structure of numbers": lambda: compiled(lambda c: learn((x, y), c["lr"]))(
+                {"lr": 0.1}
+            ),
+            "parts of its own": lambda: compiled(by_replica)(0.1),
+            "metrics alone": lambda: (measured((x, y)), 0.0)[1],
+        }
+        losses = [float(calls[form]()) for _ in range(3)]
+        if where is not ONE:
+            assert len({part.tobytes() for part in components(net.layers[0].kernel)}) == 1
+        shown = [float(m.result()) for m in (mean, error)]
+        shown += [float(value) for value in net.get_metrics_result().values()]
+        return [*losses, *shown], {"kernel": net.layers[0].kernel.numpy()}
+
+    count = strategy.num_replicas_in_sync
+    forms = ("batch", "accumulated", "batch by name", "distributed", "a number")
+    forms += ("a number by name", "a flag", "nothing", "a structure of numbers", "metrics alone")
+    for form in (*forms, *(["parts of its own"] if count == 2 else [])):
+        assert_equal_runs(run(strategy, form), run(ONE, form))
+
+
+class Running(keras.layers.Layer):
+    """Keeps a mean of its input as a user's layer may, and other things that no mean is."""
+
+    def build(self, shape):
+        options = {"trainable": False, "initializer": "zeros"}
+        self.mean = self.add_weight(shape=shape[1:], name="mean", **options)
+        self.twice = self.add_weight(shape=(), name="twice", dtype="float64", **options)
+        self.most = self.add_weight(
+            name="most", trainable=False, initializer=lambda *_, **__: -np.inf
+        )
+        self.third = self.add_weight(
+            name="third", trainable=False, initializer=lambda *_, **__: 1 / 3
+        )
+        self.calls = self.add_weight(shape=(), name="calls", dtype="int32", **options)
+        self.last = self.add_weight(shape=(), name="last", aggregation="mean", **options)
+
+    def call(self, x, training=None):
+        if training:
+            self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(x, 0))
+            self.twice.assign(self.twice + 0.1)
+            self.third.assign(self.third * 1.0)
+            self.calls.assign(self.calls + 1)
+            self.last.assign(tf.reduce_mean(x))
+        return x - self.mean
+
+
+def claim_all_state_that_layers_move_becomes_one(strategy, folder):
+    n = strategy.num_replicas_in_sync
+    x = NUMBERS[: 2 * n + 1]  # uneven rows
+
+    def run(where, how):
+        keras.utils.set_random_seed(3)
+        with where.scope():
+            layers = [
+                Running(),
+                keras.layers.SpectralNormalization(keras.layers.Dense(4)),
+                keras.layers.BatchNormalization(renorm=True, momentum=0.5, renorm_momentum=0.5),
+            ]
+            net = keras.Sequential([keras.Input((5,)), *layers])
+        reduction = None if how == "reduced by hand" else "mean"
+        optim = ModuleOptimizer(keras.optimizers.SGD(), reduction=reduction)
+
+        def learn(x):
+            with tfloop.Tape() as tape:
+                loss = tf.reduce_mean(net(x, training=True) ** 2)
+            grads = GradientsParams.from_grads(tape.backward(loss), net)
+            optim.step(0.1, net, grads.reduce() if reduction is None else grads)
+
+        if how == "eager":
+            tf.config.run_functions_eagerly(True)
+        try:
+            tfloop.compile(learn, strategy=where)(tf.constant(x))
+        finally:
+            tf.config.run_functions_eagerly(False)
+        return net
+
+    for how in ("graph", "eager", "reduced by hand"):
+        net, one = run(strategy, how), run(ONE, how)
+        for path, variable in tfloop.named_variables(net).items():
+            if not path.endswith("seed_generator_state"):
+                assert len({part.tobytes() for part in components(variable)}) == 1, path
+        running, alone = net.layers[0], one.layers[0]
+        np.testing.assert_allclose(running.mean.numpy(), alone.mean.numpy(), rtol=1e-6)
+        for name in ("twice", "most", "third", "calls"):
+            kept, expected = (getattr(layer, name).numpy() for layer in (running, alone))
+            assert kept.tobytes() == expected.tobytes(), name
+        u = net.layers[1].vector_u
+        np.testing.assert_allclose(u.numpy(), one.layers[1].vector_u.numpy(), rtol=1e-5)
+
+
+def claim_what_is_of_samples_stays_with_its_replica(strategy, folder):
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        layers = [keras.layers.LSTM(3, stateful=True), keras.layers.Dense(1)]
+        net = keras.Sequential([keras.Input(batch_shape=(1, 2, 5)), *layers])
+    optim = ModuleOptimizer("sgd")
+
+    @tfloop.compile(strategy=strategy)
+    def step(x):
+        with tfloop.Tape() as tape:
+            loss = tf.reduce_mean(net(x) ** 2)
+        optim.step(0.1, net, GradientsParams.from_grads(tape.backward(loss), net))
+        return loss
+
+    x = tf.constant(NUMBERS[: 2 * n].reshape(n, 2, 5))
+    step(x)
+    for state in layers[0].states:
+        assert len({part.tobytes() for part in components(state)}) == n
+    checkpoint = tfloop.Checkpoint(f"{folder}/stateful", net=net, optim=optim)
+    checkpoint.save(1)
+    went_on = [float(step(x)) for _ in range(2)], [components(s) for s in layers[0].states]
+    checkpoint.restore()
+    again = [float(step(x)) for _ in range(2)], [components(s) for s in layers[0].states]
+    np.testing.assert_equal(again, went_on)
+
+
+def claim_an_empty_window_raises_on_every_replica(strategy, folder):
+    n = strategy.num_replicas_in_sync
+    model = weight_in(strategy)
+    optim, window = ModuleOptimizer("sgd").build(model), GradientsAccumulator().build(model)
+    summing, ones = ModuleOptimizer("sgd", reduction="sum"), [1.0, *[0.0] * (n - 1)]
+
+    def empty(_):
+        optim.step(0.1, model, window)
+
+    def unbuilt(_):
+        optim.step(0.1, model, GradientsAccumulator())
+
+    def without_weight(_):
+        nothing = GradientsAccumulator(reduction="mean")
+        nothing.accumulate(model, GradientsParams({"w": tf.constant(1.0)}), weight=0.0)
+        summing.step(0.1, model, nothing)
+
+    def reduced(_):
+        GradientsParams({"w": tf.constant(1.0)}).reduce(weight=0.0)["w"]
+
+    def on_one(first):
+        if first:
+            window.accumulate(model, GradientsParams({"w": tf.constant(1.0)}))
+        optim.step(1.0, model, window)
+
+    def run(on_replica):
+        strategy.run(on_replica, (per_replica(strategy, ones),))
+
+    for call, error, words in (
+        (empty, RuntimeError, "found an empty window"),
+        (unbuilt, RuntimeError, "found an empty window"),
+        (without_weight, ValueError, "weights that sum to 0"),
+        (reduced, ValueError, "weights that sum to 0"),
+    ):
+        with pytest.raises(error, match=words):
+            run(call)
+    for call, words in (
+        (empty, "found an empty window"),
+        (without_weight, "weights sum to 0"),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=words):
+            tf.function(lambda call=call: run(call))()
+    assert components(model.w) == [0.0] * n
+    run(on_one)  # one replica has something, so there is something
+    np.testing.assert_allclose(components(model.w), [-1.0 / n] * n)
+
+
+def claim_gradients_reduced_by_hand_weigh_rows(strategy, folder):
+    # Three rows on two replicas are no two halves.
+    rows = strategy.num_replicas_in_sync + 1
+
+    def run(where):
+        with where.scope():
+            keras.utils.set_random_seed(0)
+            net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        optim = ModuleOptimizer("sgd", reduction=None)
+
+        @tfloop.compile(strategy=where)
+        def step(x):
+            with tfloop.Tape() as tape:
+                loss = tf.reduce_mean(net(x) ** 2)
+            grads = GradientsParams.from_grads(tape.backward(loss), net).reduce()
+            optim.step(0.1, net, grads)
+            return loss
+
+        losses = [float(step(tf.constant(NUMBERS[:rows]))) for _ in range(3)]
+        return losses, {p: v.numpy() for p, v in tfloop.named_parameters(net).items()}
+
+    assert_equal_runs(run(strategy), run(ONE))
+
+
+def claim_a_checkpoint_in_mid_window_keeps_what_each_replica_has(strategy, folder):
+    n = strategy.num_replicas_in_sync
+
+    class Run:
+        def __init__(self, where, how):
+            with where.scope():
+                keras.utils.set_random_seed(2)
+                layers = [
+                    keras.layers.Dense(4),
+                    keras.layers.Dropout(0.5),
+                    keras.layers.BatchNormalization(momentum=0.5),
+                    keras.layers.Dense(1),
+                ]
+                self.net = net = keras.Sequential([keras.Input((5,)), *layers])
+                self.mean = mean = keras.metrics.Mean()
+                self.seen = seen = tf.Variable(
+                    0,
+                    trainable=False,
+                    synchronization=tf.VariableSynchronization.ON_READ,
+                    aggregation=tf.VariableAggregation.SUM,
+                )
+            self.optim, self.window = optim, window = (
+                ModuleOptimizer("adam"),
+                GradientsAccumulator(reduction=how),
+            )
+
+            @tfloop.compile(strategy=where)
+            def micro(x):
+                with tfloop.Tape() as tape:
+                    loss = tf.reduce_mean(net(x, training=True) ** 2)
+                window.accumulate(net, GradientsParams.from_grads(tape.backward(loss), net))
+                mean.update_state(loss)
+                seen.assign_add(tf.shape(x)[0])
+
+            @tfloop.compile(strategy=where)
+            def update():
+                optim.step(0.1, net, window)
+
+            self.micro, self.update = micro, update
+            objects = {"net": net, "optim": optim, "window": window, "mean": mean, "seen": seen}
+            self.checkpoint = tfloop.Checkpoint(f"{folder}/window-{how}-{n}", **objects)
+
+        def finish(self):
+            for begin in (3, 6):
+                self.micro(tf.constant(NUMBERS[begin : begin + 2 * n + 1]))
+                self.update()
+            held = [*self.net.variables, self.mean.total, self.mean.count, self.seen]
+            held += [v for g in self.optim.records() for v in g.variables().values()]
+            return [v.numpy() for v in held], [
+                components(v) for v in tfloop.named_variables(self.net).values()
+            ]
+
+    for how in ("mean", "sum"):
+        first = Run(strategy, how)
+        for begin in (0, 1):
+            first.micro(tf.constant(NUMBERS[begin : begin + 2 * n + 1]))
+        first.checkpoint.save(1)
+        norm = first.net.layers[2].moving_mean
+        apart = components(norm)
+        assert len({part.tobytes() for part in apart}) == n
+        went_on, second = first.finish(), Run(strategy, how)
+        second.checkpoint.restore()
+        np.testing.assert_equal(second.finish(), went_on)
+        one = Run(ONE, how)  # on another number of replicas
+        assert one.checkpoint.restore() == 1
+        found = one.net.layers[2].moving_mean.numpy()
+        np.testing.assert_allclose(found, np.mean(apart, 0), rtol=1e-6)
+        assert int(one.seen.numpy()) == 2 * (2 * n + 1)
+    # And from one device to many: whole numbers aren't rounded, seeds are told apart.
+    one.checkpoint.save(2)
+    many = Run(strategy, how)
+    assert many.checkpoint.restore() == 2
+    assert int(many.seen.numpy()) == 2 * (2 * n + 1)
+    assert len({part.tobytes() for part in components(many.net.layers[2].moving_mean)}) == 1
+    seeds = components(many.net.layers[1].seed_generator.state)
+    assert len({seed.tobytes() for seed in seeds}) == n
 
 
 def main(number, folder, *names):
