@@ -198,7 +198,8 @@ def emptied(variables):
     """Other values of the same kinds."""
     for variable in variables.values():
         shape = [1 if size is None else size for size in variable.shape]
-        variable.assign(tf.zeros(shape, variable.dtype))
+        text = variable.dtype == tf.string
+        variable.assign(tf.fill(shape, "") if text else tf.cast(tf.zeros(shape), variable.dtype))
     return variables
 
 

@@ -25,7 +25,7 @@ EXAMPLE = (str(ROOT / "examples" / "multi_worker.py"), "--quick", "--save_every=
 @again_after_native_abort
 def printed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
-    with workers("-W", "error", str(SCRIPT), str(folder)) as processes:
+    with workers("-W", "error", str(SCRIPT), str(folder), timeout=200.0) as processes:
         found = outputs(processes)
     for process in processes:
         check_not_aborted(process.returncode)

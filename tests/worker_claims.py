@@ -256,6 +256,41 @@ def resumed(strategy, folder, how):
     return "".join(map(digest, ends))
 
 
+def claim_statistics_in_mid_window_are_restored_on_each_worker(strategy, folder):
+    ends = []
+    for restored in (False, True):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            layers = [keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(1)]
+            net = keras.Sequential([keras.Input((5,)), *layers])
+        optim = ModuleOptimizer("sgd")
+        window, _, update = windowed(strategy, net, optim, "sum")
+
+        def micro(x, net=net, window=window):
+            with tfloop.Tape() as tape:
+                loss = tf.reduce_mean(net(x, training=True) ** 2)
+            window.accumulate(net, GradientsParams.from_grads(tape.backward(loss), net))
+
+        micro = tfloop.compile(micro, strategy=strategy)
+        checkpoint = tfloop.Checkpoint(f"{folder}/statistics", net=net, optim=optim, window=window)
+        if restored:
+            assert checkpoint.restore() == 1
+        else:
+            micro(tf.constant(NUMBERS[:7]))
+            checkpoint.save(1)
+        (mean,) = strategy.experimental_local_results(layers[0].moving_mean.value)
+        apart = strategy.gather(
+            strategy.experimental_distribute_values_from_function(lambda _, m=mean: m[None]), 0
+        ).numpy()
+        assert (apart[0] != apart[1]).all()
+        micro(tf.constant(NUMBERS[7:12]))
+        update(0.1)
+        ends.append(state_of(optim, net) | {"apart": apart})
+    for key, value in ends[0].items():
+        np.testing.assert_array_equal(ends[1][key], value, err_msg=key)
+    return digest(ends[0])
+
+
 def claim_folders_that_are_not_shared_raise_everywhere(strategy, folder):
     net, _, _ = dense_steps(strategy)
     own = f"{folder}/own{rank(strategy)}"
