@@ -756,7 +756,8 @@ def claim_results_come_back_as_one(strategy, folder):
 
 
 def claim_every_form_of_call_is_the_run_of_one_device(strategy, folder):
-    x, y, squares = NUMBERS[:6], TARGETS[:6], keras.losses.MeanSquaredError()
+    rows = 3 * strategy.num_replicas_in_sync
+    x, y, squares = NUMBERS[:rows], TARGETS[:rows], keras.losses.MeanSquaredError()
 
     def run(where, form):
         """Losses, parameters and Keras' own count of the loss after three steps."""
@@ -798,7 +799,7 @@ def claim_every_form_of_call_is_the_run_of_one_device(strategy, folder):
         measured = compiled(lambda batch: (error.update_state(batch[1], net(batch[0])), None)[1])
         distributed = (x, y)
         if where is not ONE:
-            data = tf.data.Dataset.from_tensors(distributed).unbatch().batch(6)
+            data = tf.data.Dataset.from_tensors(distributed).unbatch().batch(rows)
             distributed = next(iter(where.experimental_distribute_dataset(data)))
         calls = {
             "batch": lambda: step((x, y), 0.1),
@@ -822,10 +823,9 @@ def claim_every_form_of_call_is_the_run_of_one_device(strategy, folder):
         shown += [float(value) for value in net.get_metrics_result().values()]
         return [*losses, *shown], {"kernel": net.layers[0].kernel.numpy()}
 
-    count = strategy.num_replicas_in_sync
     forms = ("batch", "accumulated", "batch by name", "distributed", "a number")
-    forms += ("a number by name", "a flag", "nothing", "a structure of numbers", "metrics alone")
-    for form in (*forms, *(["parts of its own"] if count == 2 else [])):
+    forms += ("a number by name", "a flag", "nothing", "a structure of numbers")
+    for form in (*forms, "parts of its own", "metrics alone"):
         assert_equal_runs(run(strategy, form), run(ONE, form))
 
 

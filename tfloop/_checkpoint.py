@@ -33,9 +33,10 @@ class Checkpoint:
     left of it. Restoring reads and compares everything before it changes anything.
 
     "Bit for bit" holds on one machine with `tfloop.seed(n, deterministic=True)`, the same number
-    of threads and the same flags. What lives in plain Python isn't saved: keep a counter in a
-    `tf.Variable`, and give it too. Of random numbers the seed states of models are saved; a
-    `keras.random.SeedGenerator` of your own is given as its `state`.
+    of threads, the same flags and batches of one shape: a compiled step that meets a short batch
+    first is compiled otherwise, and may differ by rounding. What lives in plain Python isn't saved:
+    keep a counter in a `tf.Variable`, and give it too. Of random numbers the seed states of models
+    are saved; a `keras.random.SeedGenerator` of your own is given as its `state`.
 
     Variables are written from where they are; a restore holds one copy of the values, in host
     memory.

@@ -147,8 +147,6 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step."""
-        if self._strategy is not None:
-            self._check_batch(args, kwargs)
         if tf.executing_eagerly():
             return self._current().launch(args, kwargs)
         return self._as_part(args, kwargs)
@@ -273,14 +271,6 @@ class CompiledStep:
         """A step of its own, bound to the copy where it is a method."""
         fn = copy.deepcopy(self.python_function, memo)
         return CompiledStep(fn, self._jit_compile, self._strategy)
-
-    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses a batch by name; a trace gets all by position, where it can't be told."""
-        if kwargs and not args:
-            raise TypeError(
-                f"`{self._attribute}(batch)` needs its batch as first argument: got none, expected "
-                "what is spread over the replicas. Pass it by position: `step(batch, lr=lr)`."
-            )
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         # With `tf.config.run_functions_eagerly(True)` there is no trace to count.
