@@ -125,15 +125,14 @@ def launch(number: int) -> None:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:
-            each.bind(("localhost", 0))  # any free port
+            # Any free port, kept from others as long as the workers run: they may bind it all the
+            # same, as this socket doesn't listen.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("localhost", 0))
         hosts = [f"localhost:{each.getsockname()[1]}" for each in sockets]
-    print(f"{number} workers, each on its share of {_BATCH_SIZE.value} rows:", flush=True)
-    start_and_wait(
-        [
-            json.dumps({"cluster": {"worker": hosts}, "task": {"type": "worker", "index": rank}})
-            for rank in range(number)
-        ]
-    )
+        tasks = [{"type": "worker", "index": rank} for rank in range(number)]
+        print(f"{number} workers, each on its share of {_BATCH_SIZE.value} rows:", flush=True)
+        start_and_wait([json.dumps({"cluster": {"worker": hosts}, "task": t}) for t in tasks])
     print("a single process:", flush=True)
     start_and_wait([None], "--workdir=")  # whose state is its own
 

@@ -17,3 +17,18 @@ def _plain(monkeypatch):
         monkeypatch.setattr(_cells, "_FEW", 10**9)
         monkeypatch.setattr(_launch, "_gains", lambda concrete: False)
         monkeypatch.setattr(_update, "_LARGE", 2**62)
+
+
+# The files that take longest. A file is one worker's; a long one left for the end would have the
+# others wait for it.
+LONG = ("replicas", "multi_worker", "examples", "mnist_example", "update", "learner", "laws")
+
+
+def pytest_collection_modifyitems(items):
+    """The long files first, the others in their order."""
+
+    def place(item):
+        name = item.path.stem.removeprefix("test_")
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place)

@@ -22,15 +22,19 @@ def check_not_aborted(returncode: int) -> None:
 
 
 def again_after_native_abort(test):
-    """Runs a test again if a child process died in native code."""
+    """Runs a test again if a child process died in native code, each time in an empty folder."""
 
     @functools.wraps(test)
     def repeated(*args, **kwargs):
-        for _ in range(2):
+        folder = kwargs.get("tmp_path")
+        for attempt in range(3):
+            if folder is not None:
+                kwargs["tmp_path"] = folder / str(attempt)
+                kwargs["tmp_path"].mkdir()
             try:
                 return test(*args, **kwargs)
             except NativeAbortError:
-                continue
-        return test(*args, **kwargs)
+                if attempt == 2:
+                    raise
 
     return repeated

@@ -1,16 +1,13 @@
 """`as_keras`: `fit` makes the updates of the hand loop, and its callbacks and files work."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import message, read, values
+from processes import run
 
 import tfloop
 
@@ -462,10 +459,7 @@ def test_a_scaler_of_the_optimizer_scales_the_losses_of_fit(jit_compile, tmp_pat
 
 
 def test_the_example_learns_and_goes_on_with_its_groups():
-    root = pathlib.Path(__file__).parents[1]
-    command = [sys.executable, "examples/keras_fit.py", "--quick"]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    done = run("examples/keras_fit.py", "--quick")
     assert done.returncode == 0, done.stderr
     best, later = map(float, re.findall(r"accuracy (\d+\.\d) %", done.stdout))
     assert min(best, later) > 90.0

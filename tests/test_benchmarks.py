@@ -1,24 +1,13 @@
 """The benchmarks run, and compare loops that do the same work. No time is asserted."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
-from native import again_after_native_abort, check_not_aborted
+from processes import run
 
 from benchmarks import _loops, _measure, _tasks
 from benchmarks._workloads import Entry
 
-ROOT = pathlib.Path(__file__).parents[1]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-W", "error", "-m", "benchmarks", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
-    check_not_aborted(done.returncode)
-    return done
+MODULE = ("-W", "error", "-m", "benchmarks")
 
 
 def rows(printed: str) -> dict[str, list[str]]:
@@ -27,11 +16,10 @@ def rows(printed: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in (line.split(" | ") for line in lines)}
 
 
-@again_after_native_abort
 def test_all_loops_of_a_table_do_the_same_work(tmp_path):
     report = tmp_path / "benchmarks.md"
     names = "--workloads=W2,Memory"
-    done = run(names, "--rounds=2", "--steps=5", f"--output={report}")
+    done = run(*MODULE, names, "--rounds=2", "--steps=5", f"--output={report}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert report.read_text() in done.stdout + "\n"
     found = rows(report.read_text())
@@ -59,8 +47,7 @@ def test_a_loop_that_does_other_work_is_found_out():
     }
 
 
-@again_after_native_abort
 def test_an_unknown_workload_is_named_with_those_there_are():
-    done = run("--workloads=W9")
+    done = run(*MODULE, "--workloads=W9")
     assert done.returncode == 1
     assert "--workloads got W9, expected some of W1, W2, W3, W4-CNN, W4-transformer" in done.stderr

@@ -1,23 +1,15 @@
 """The check of accelerators passes on a part of the CPU that stands in for one."""
 
 import re
-import subprocess
-import sys
 
 import numpy as np
-from native import again_after_native_abort, check_not_aborted
-from workers import ROOT
+from processes import run
 
 from benchmarks import device_check
 
 
-@again_after_native_abort
 def test_every_row_is_ok_and_no_accelerator_is_claimed():
-    command = [sys.executable, "-W", "error", "-m", "benchmarks.device_check"]
-    done = subprocess.run(
-        [*command, "--quick", "--device=cpu"], cwd=ROOT, capture_output=True, text=True
-    )
-    check_not_aborted(done.returncode)
+    done = run("-W", "error", "-m", "benchmarks.device_check", "--quick", "--device=cpu")
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     assert "**Nothing was run on an accelerator.**" in done.stdout
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", done.stdout, re.M)[1:]

@@ -1,14 +1,11 @@
 """What the pages of docs/ and README.md show is run; every public name is in the reference once."""
 
-import os
 import re
-import subprocess
-import sys
 
 import keras
 import pages
 import pytest
-from native import again_after_native_abort, check_not_aborted
+from processes import run
 
 import tfloop
 
@@ -30,14 +27,10 @@ def read(page: str) -> str:
 # Keras writes `.keras` files in a way that NumPy 2 finds old.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
-@again_after_native_abort
 def test_every_block_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if page in ALONE:
-        command = [sys.executable, "-W", "error", pages.__file__, page]
-        environment = os.environ | {"PYTHONPATH": str(pages.ROOT)}
-        child = subprocess.run(command, env=environment, capture_output=True, text=True)
-        check_not_aborted(child.returncode)
+        child = run("-W", "error", pages.__file__, page, cwd=tmp_path)
         assert child.returncode == 0, child.stderr
         executed = int(child.stdout.split()[-1])
     else:

@@ -1,19 +1,13 @@
 """The scripts in examples/ run, and print what shows that their method works."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).parents[1]
+import processes
 
 
 def run(script: str, *arguments: str) -> str:
     """What an example prints, run as a reader would run it."""
-    command = [sys.executable, "-W", "error", f"examples/{script}", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = processes.run("-W", "error", f"examples/{script}", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

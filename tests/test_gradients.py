@@ -1,15 +1,13 @@
 """GradientsParams: a model's share, the algebra, what it crosses, consumption, refusals."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import ZOO, fill, in_every_mode, loss_of, message, rows, tokens
+from processes import run
 
 import tfloop
 from tfloop import GradientsParams, ParamGroup, Tape, named_parameters
@@ -449,12 +447,9 @@ class TestCrossing:
 
     def test_replicas_pass_it_on(self):
         """In a process of its own, which has two devices."""
-        script = Path(__file__).with_name("replicas_script.py")
-        run = subprocess.run(
-            [sys.executable, "-W", "error", script], capture_output=True, text=True, timeout=300
-        )
-        assert run.returncode == 0, run.stderr[-4000:]
-        assert run.stdout.split() == [
+        done = run("-W", "error", "tests/replicas_script.py")
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.split() == [
             "paths",
             "result",
             "argument",

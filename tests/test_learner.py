@@ -2,11 +2,8 @@
 
 import csv
 import importlib
-import os
-import pathlib
 import re
 import runpy
-import subprocess
 import sys
 
 import keras
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import message, read, values
+from processes import ROOT, run
 
 import tfloop
 from tfloop import GradientsParams, ModuleLearningRate, ModuleLrScheduler, ParamGroup
@@ -21,7 +19,6 @@ from tfloop import GradientsParams, ModuleLearningRate, ModuleLrScheduler, Param
 # Keras 3.15 copies variables in a way that NumPy 2 will drop.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-ROOT = pathlib.Path(__file__).parents[1]
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(22, 3)).astype("float32")
 Y = RNG.integers(0, 2, size=22)
@@ -768,11 +765,8 @@ def test_what_a_learner_refuses(options, error, parts):
 
 
 def test_replicas_give_what_one_device_gives():
-    command = [sys.executable, "-W", "error", "-W", "ignore:__array__:DeprecationWarning"]
-    script = pathlib.Path(__file__).with_name("learner_replicas.py")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command.append(str(script))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    options = ["-W", "error", "-W", "ignore:__array__:DeprecationWarning"]
+    done = run(*options, "tests/learner_replicas.py")
     assert done.returncode == 0, done.stderr
     words = [f"{rates}-{k}" for rates in ("given", "groups", "schedule") for k in (1, 2)]
     said = [line for line in done.stdout.split("\n") if re.fullmatch(r"[a-z]+-\w+", line)]
@@ -806,18 +800,14 @@ def example():
 
 
 def test_the_example_runs_and_goes_on(tmp_path):
-    def run(*options):
-        command = [sys.executable, "examples/learner.py", "--dataset=digits", "--lr=1e-3"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*command, f"--workdir={tmp_path}", *options],
-            **{"cwd": ROOT, "env": environment, "capture_output": True, "text": True},
-        )
+    def trained(*options):
+        command = ["examples/learner.py", "--dataset=digits", "--lr=1e-3"]
+        done = run(*command, f"--workdir={tmp_path}", *options)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run("--num_epochs=1")
-    printed = run("--quick", "--resume")
+    trained("--num_epochs=1")
+    printed = trained("--quick", "--resume")
     assert re.findall("Epoch ./.", printed) == ["Epoch 2/2"]
     assert float(re.search(r"accuracy (\d+\.\d+) %", printed)[1]) > 80.0
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))

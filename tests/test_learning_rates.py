@@ -1,15 +1,11 @@
 """ModuleLearningRate and ModuleLrScheduler: who gets which rate, in every mode."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras.optimizers.schedules import CosineDecay, ExponentialDecay, PolynomialDecay
+from processes import run
 
 from tfloop import _traces
 from tfloop._groups import ParamGroup
@@ -435,16 +431,7 @@ print("replicas agree")
 
 
 def test_replicas_together_count_one_step_and_a_plateau_wants_one_update():
-    root = str(pathlib.Path(__file__).parents[1])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", _REPLICAS],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run("-c", _REPLICAS)
     assert "replicas agree" in done.stdout, done.stderr
 
 

@@ -1,20 +1,16 @@
 """Several replicas, on logical CPU devices in processes of their own."""
 
 import ast
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from native import again_after_native_abort, check_not_aborted
+from processes import ROOT, run
 
 import tfloop
 
-SCRIPT = Path(__file__).with_name("replica_claims.py")
+SCRIPT = ROOT / "tests" / "replica_claims.py"
 CLAIMS = [
     node.name
     for node in ast.parse(SCRIPT.read_text()).body
@@ -33,30 +29,14 @@ ON_FOUR = [
 ]
 
 
-@again_after_native_abort
-def run(number, folder, claims):
-    root = str(Path(__file__).parents[1])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, str(number), folder, *claims],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    check_not_aborted(done.returncode)
-    return done
-
-
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory):
-    return run(2, tmp_path_factory.mktemp("replicas"), CLAIMS)
+    return run("-W", "error", str(SCRIPT), "2", str(tmp_path_factory.mktemp("two")), *CLAIMS)
 
 
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory):
-    return run(4, tmp_path_factory.mktemp("replicas"), ON_FOUR)
+    return run("-W", "error", str(SCRIPT), "4", str(tmp_path_factory.mktemp("four")), *ON_FOUR)
 
 
 @pytest.mark.parametrize("claim", CLAIMS)

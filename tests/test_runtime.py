@@ -1,11 +1,10 @@
 import random
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from processes import run
 
 import tfloop
 
@@ -61,12 +60,14 @@ def test_deterministic_turns_on_deterministic_kernels():
         "from tensorflow.python.framework import config\n"
         "assert config.is_op_determinism_enabled()\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120)
+    done = run("-c", program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_after_the_import_the_cpu_can_still_be_parted():
     program = "import tfloop; assert tfloop.strategy('cpu:2').num_replicas_in_sync == 2"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120)
+    done = run("-c", program)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import tensorflow as tf
+from processes import SILENCE
 
 from tfloop import _traces
 
@@ -140,12 +141,12 @@ def test_traces_in_other_threads_are_kept_apart():
 
     def slow():
         inside.set()
-        assert done.wait(10)
+        assert done.wait(SILENCE)
 
     found = []
     thread = threading.Thread(target=lambda: found.append(recorded(slow)))
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(SILENCE)
     assert not _traces.is_recorded()
     assert recorded(lambda: _traces.depends_on(state)) == [state]
     done.set()
