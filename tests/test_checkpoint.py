@@ -220,7 +220,7 @@ def restored_elsewhere(directory, result):
         file.write(repr([bits(held.held), bits(variables)]))
 
 
-def test_every_kind_of_variable_comes_back_in_another_process(tmp_path, processes):
+def test_every_kind_of_variable_comes_back_in_another_process(tmp_path, started):
     held, variables = Held(), variables_of_all_kinds()
     expected = repr([bits(held.held), bits(variables)])
     checkpoint = Checkpoint(tmp_path / "run", held=held, **variables)
@@ -229,11 +229,8 @@ def test_every_kind_of_variable_comes_back_in_another_process(tmp_path, processe
     assert repr([bits(held.held), bits(variables)]) != expected
     checkpoint.restore()
     assert repr([bits(held.held), bits(variables)]) == expected
-    arguments = str(tmp_path / "run"), str(tmp_path / "result")
-    process = processes.Process(target=restored_elsewhere, args=arguments)
-    process.start()
-    process.join(100)
-    assert process.exitcode == 0
+    folders = str(tmp_path / "run"), str(tmp_path / "result")
+    assert exit_code(started(restored_elsewhere, *folders)) == 0
     assert (tmp_path / "result").read_text() == expected
 
 
