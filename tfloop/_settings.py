@@ -6,6 +6,7 @@ keeps for its own purposes doesn't count, nor do values that a `call` of the use
 """
 
 import functools
+import itertools
 import operator
 import types
 import weakref
@@ -17,9 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfloop import _code
-from tfloop._graphs import parts_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+# Those of Keras and TensorFlow are kinds of these, or say so.
+_CONTAINERS = (list, dict, tuple)
 # What a bare layer has, but it does tell how the layer computes.
 _TELLING = {"_trainable", "_dtype_policy", "_layers", "_remat_mode", "activity_regularizer"}
 # Set by `compile` and `fit`, which are no business of a step.
@@ -37,54 +39,54 @@ class Settings:
     """
 
     def __init__(self, things: Iterable[Any]) -> None:
-        named = ((thing, _names(thing)) for thing in things)
-        self._getters = [(weakref.ref(thing), getter(names)) for thing, names in named if names]
+        # Of each: it, what reads its settings, and the names of those that are containers.
+        self._rows: list[tuple[weakref.ref, Callable[[Any], tuple[Any, ...]], list[str]]] = []
+        for thing in things:
+            names, held = _names(thing), vars(thing)
+            if names:
+                containers = [name for name in names if isinstance(held[name], _CONTAINERS)]
+                self._rows.append((weakref.ref(thing), getter(names), containers))
 
     def things(self) -> list[Any]:
         """Those that still live."""
-        return [thing for ref, _ in self._getters if (thing := ref()) is not None]
+        return [thing for ref, *_ in self._rows if (thing := ref()) is not None]
 
     def now(self) -> "Values":
         """What they are now; equal to an earlier one as long as a trace is right."""
         found: list[Any] = []
-        for ref, get in self._getters:
+        for ref, get, containers in self._rows:
             thing = ref()
             if thing is None:
                 continue
+            held = vars(thing)
             try:
-                found += get(vars(thing))
+                found += get(held)
             except KeyError:  # one was deleted
                 found.append(thing)
+                continue
+            for name in containers:
+                found += _contents(held[name])
         return Values(found)
 
 
 class Values:
-    """Values compared by identity, plain ones by equality; what containers hold as well."""
+    """Values compared by identity, plain ones by equality."""
 
-    __slots__ = ("_contents", "_found")
+    __slots__ = ("_found",)
 
     def __init__(self, found: list[Any]) -> None:
         self._found = found
-        self._contents = [
-            tuple(_elements(value)) for value in found if isinstance(value, (list, dict))
-        ]
 
     def __eq__(self, other: object) -> bool:
         """Is all what it was?"""
         if not isinstance(other, Values):
             return NotImplemented
-        return _are_same(self._found, other._found) and (
-            len(self._contents) == len(other._contents)
-            and all(map(_are_same, self._contents, other._contents))
-        )
+        mine, theirs = self._found, other._found
+        if len(mine) != len(theirs):
+            return False
+        return all(map(operator.is_, mine, theirs)) or all(map(is_same, mine, theirs))
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _are_same(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    if len(mine) != len(theirs):
-        return False
-    return all(map(operator.is_, mine, theirs)) or all(map(is_same, mine, theirs))
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -108,11 +110,13 @@ def getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...
     return lambda held: (held[name],)
 
 
-def _elements(container: Any) -> Iterable[Any]:
-    for part in container.values() if isinstance(container, Mapping) else container:
-        yield part
-        if parts_of(part) is not None:
-            yield from _elements(part)
+def _contents(container: Any) -> list[Any]:
+    """How much a container holds, and what, and what those in it hold."""
+    if not isinstance(container, _CONTAINERS):  # not any more
+        return []
+    held = [*container.values()] if isinstance(container, dict) else [*container]
+    inner = [_contents(part) for part in held if isinstance(part, _CONTAINERS)]
+    return [len(held), *held, *itertools.chain(*inner)]
 
 
 def _names(thing: Any) -> list[str]:
