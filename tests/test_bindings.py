@@ -160,6 +160,49 @@ def test_what_the_code_itself_writes_is_no_new_trace():
     assert trainer.step.trace_count == 1
 
 
+class Log:
+    """Has containers that a step notes its runs in, by each of the ways to."""
+
+    def __init__(self):
+        self.losses, self.counts, self.last, self.seen = [], {"calls": 0}, {}, set()
+
+    def note(self, value):
+        self.losses.append(float(value))
+        self.losses.extend([1.0, 2.0])
+        self.counts["calls"] += 1
+        self.last["value"] = float(value)
+        self.seen.add(float(value))
+
+
+def test_containers_of_numbers_that_the_step_itself_changes_cost_no_trace():
+    log, calls = Log(), []
+
+    @tfloop.compile
+    def step(x):
+        tf.py_function(log.note, [x], [])
+        tf.py_function(lambda x: calls.append(float(x)), [x], [])
+        return x + len(TABLE["nested"])
+
+    for number in range(8):
+        assert float(step(float(number))) == number + 1.0
+    assert step.trace_count == 1
+    assert calls == log.losses[::3] == [*map(float, range(8))]
+    assert (log.counts, log.last) == ({"calls": 8}, {"value": 7.0})
+
+
+def test_models_in_a_list_that_the_step_adds_numbers_to_are_followed():
+    things = [lambda x: x]
+
+    @tfloop.compile
+    def step(x):
+        tf.py_function(lambda: things.append(1.0) if len(things) > 2 else None, [], [])
+        return things[0](x)
+
+    assert [float(step(2.0)) for _ in range(3)] == [2.0] * 3
+    things[0] = lambda x: 2.0 * x
+    assert float(step(2.0)) == 4.0
+
+
 def test_other_names_cost_no_trace():
     step = tfloop.compile(lambda x: x * VALUE)
     for n in range(5):

@@ -6,8 +6,8 @@ callable objects. This room reads the names from the code, goes where they lead,
 one leads to something else. It asks by identity, and of plain values whether they are equal.
 
 Not followed is what the code writes itself, as far as these are numbers and tensors (a count, the
-last activations); code of libraries; and what no name in the code tells, such as a name that is
-put together when the step runs.
+last activations, a list that these are added to); code of libraries; and what no name in the code
+tells, such as a name that is put together when the step runs.
 """
 
 import functools
@@ -32,6 +32,9 @@ _OPAQUE = {"builtins", "keras", "numpy", "tensorflow", "tfloop", "sonnet"}
 _LIBRARIES = sys.stdlib_module_names | _OPAQUE
 """Whose code isn't read."""
 _INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_paths()["purelib"]})
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
+_RESULTS = (*PLAIN, tf.Tensor, np.ndarray, np.generic)
+"""What code may note of its own runs."""
 _MOST_THINGS = 4096
 """So many are looked at, which bounds what a trace of a strange program costs."""
 _MOST_ELEMENTS = 256
@@ -104,6 +107,8 @@ class _Search:
         self._names: set[str] = set()
         self._written: set[str] = set()
         self._found: list[tuple[str, Sequence[Any], Callable[[], Sequence[Any]]]] = []
+        self._containers: list[tuple[str, Sequence[Any], Callable[[], Sequence[Any]], Any]] = []
+        self._led_to: dict[int, set[str]] = {}  # the names that lead to a container
         self._holders: list[tuple[str, Any]] = []  # things with attributes
         self._looked: list[set[str]] = []  # for each of them: the names that were looked up
         self._modules: dict[int, tuple[dict[str, Any], set[str]]] = {}  # names of their functions
@@ -118,23 +123,27 @@ class _Search:
     def watches(self) -> tuple[_Watch, ...]:
         """What is to be compared before each call."""
         made = [_Watch(*found) for found in self._found]
+        for owner, names, read, container in self._containers:
+            if not (self._is_written(container) and _is_result(container)):
+                made.append(_Watch(owner, names, read))
         named = [
             (owner, _held(thing), names)
             for (owner, thing), names in zip(self._holders, self._looked, strict=True)
         ]
         # Once for all functions of a module.
         named += [(m.get("__name__", "module"), m, names) for m, names in self._modules.values()]
-        for owner, held, names in named:
-            kept = [n for n in sorted(names) if not self._keeps_for_itself(n, held[n])]
+        for owner, held, looked in named:
+            kept = [n for n in sorted(looked) if not self._keeps_for_itself(n, held[n])]
             if kept:
                 made.append(_Watch(owner, kept, _call(getter(kept), held)))
         return tuple(made)
 
+    def _is_written(self, container: Any) -> bool:
+        return not self._written.isdisjoint(self._led_to.get(id(container), ()))
+
     def _keeps_for_itself(self, name: str, value: Any) -> bool:
         """Is it a number or tensor that the code itself writes: a count, the last activations?"""
-        return name in self._written and isinstance(
-            value, (*PLAIN, tf.Tensor, np.ndarray, np.generic)
-        )
+        return name in self._written and isinstance(value, _RESULTS)
 
     def _look_up(self) -> bool:
         """Looks up all names in all holders; `False` if nothing was new."""
@@ -144,13 +153,15 @@ class _Search:
             for name in (self._names - looked).intersection(held):
                 looked.add(name)
                 is_new = True
-                self._see(held[name])
+                self._see(held[name], name)
             number += 1
         return is_new
 
-    def _see(self, thing: Any) -> None:
+    def _see(self, thing: Any, name: str | None = None) -> None:
         """Goes on from something that a name leads to."""
         thing = unwrap(thing)
+        if name is not None and isinstance(thing, _CONTAINERS):
+            self._led_to.setdefault(id(thing), set()).add(name)
         if isinstance(thing, PLAIN) or id(thing) in self._met or len(self._met) >= _MOST_THINGS:
             return
         self._met[id(thing)] = thing
@@ -170,7 +181,7 @@ class _Search:
             self._see(thing.func)
         elif callable(inner := _python_function(thing)):  # a `tf.function`, or a step of ours
             self._see(inner)
-        elif isinstance(thing, (Mapping, list, tuple, set, frozenset)) and not is_variable(thing):
+        elif isinstance(thing, _CONTAINERS) and not is_variable(thing):
             self._see_container(thing)
         else:
             self._see_object(thing)
@@ -198,17 +209,17 @@ class _Search:
         module = fn.__globals__
         outside = {name: module[name] for name in sorted(names.globals) if name in module}
         self._modules.setdefault(id(module), (module, set()))[1].update(outside)
-        for thing in (*inside.values(), *outside.values()):
-            self._see(thing)
+        for name, thing in (*inside.items(), *outside.items()):
+            self._see(thing, name)
 
     def _see_container(self, thing: Any) -> None:
         elements = list(thing.values()) if isinstance(thing, Mapping) else list(thing)
         if len(elements) <= _MOST_ELEMENTS and not isinstance(thing, (tuple, frozenset)):
             owner = f"a {type(thing).__name__}"
             if isinstance(thing, Mapping):
-                self._found.append((owner, [*thing, *thing], _call(_items, thing)))
+                self._containers.append((owner, [*thing, *thing], _call(_items, thing), thing))
             else:
-                self._found.append((owner, range(len(elements)), _call(tuple, thing)))
+                self._containers.append((owner, range(len(elements)), _call(tuple, thing), thing))
         for element in elements[:_MOST_ELEMENTS]:
             self._see(element)
 
@@ -250,6 +261,13 @@ class _Search:
             return False
         file = getattr(sys.modules.get(module), "__file__", None) or ""
         return not file.startswith(_INSTALLED)
+
+
+def _is_result(thing: Any) -> bool:
+    """Is it a number, a tensor, or a container of nothing else?"""
+    if isinstance(thing, _CONTAINERS):
+        return all(map(_is_result, thing.values() if isinstance(thing, Mapping) else thing))
+    return isinstance(thing, _RESULTS)
 
 
 def _home(fn: Any) -> str | None:

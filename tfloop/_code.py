@@ -16,7 +16,7 @@ class Names(NamedTuple):
     Attributes:
       globals: Read from the module.
       attributes: Read from objects; texts, too, where `getattr` is called.
-      written: Set on objects or in the module.
+      written: Set on objects or in the module, or led to a container that is changed in place.
       imported: Modules that are imported inside.
     """
 
@@ -26,12 +26,22 @@ class Names(NamedTuple):
     imported: frozenset[str]
 
 
+_CHANGERS = {
+    *("append", "extend", "insert", "remove", "pop", "clear", "add", "discard", "update"),
+    *("popitem", "setdefault", "appendleft", "popleft"),
+}
+
+
 @functools.lru_cache(maxsize=8192)
 def names_in(code: types.CodeType) -> Names:
     """The names in the code of a function, and in that of functions and classes made inside."""
     from_module, attributes, written, imported = set[str](), set[str](), set[str](), set[str]()
-    for instruction in dis.get_instructions(code):
+    instructions = [*dis.get_instructions(code)]
+    for number, instruction in enumerate(instructions):
         operation, name = instruction.opname, instruction.argval
+        container = _changed_by(instruction, instructions[max(0, number - 3) : number])
+        if container is not None:
+            written.add(container)
         if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
             from_module.add(name)
         elif operation in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -46,3 +56,18 @@ def names_in(code: types.CodeType) -> Names:
     found = Names(*map(frozenset, (from_module, attributes, written, imported)))
     inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return Names(*(first.union(*rest) for first, *rest in zip(found, *inner, strict=True)))
+
+
+def _changed_by(instruction: dis.Instruction, before: list[dis.Instruction]) -> str | None:
+    """The name of the container that an instruction changes, where that is near before it."""
+    back = 0
+    if instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):  # after the container and the key
+        back = 2
+    elif [i.opname for i in (*before[-1:], instruction)] == ["COPY", "COPY"]:
+        back = 3  # of `container[key] += 1`
+    elif "ATTR" in instruction.opname or instruction.opname == "LOAD_METHOD":
+        back = 1 if instruction.argval in _CHANGERS else 0
+    if not 0 < back <= len(before):
+        return None
+    load = before[-back]
+    return load.argval if load.opname.startswith("LOAD") and isinstance(load.argval, str) else None
