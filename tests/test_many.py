@@ -121,6 +121,25 @@ def test_batches_that_cannot_be_stacked_run_one_by_one():
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_batches_of_other_names_or_containers_are_given_as_they_are(jit):
+    one, two = tf.constant(1.0), tf.constant(2.0)
+
+    @tfloop.compile(jit_compile=jit)
+    def step(batch):
+        if isinstance(batch, dict):
+            return batch["a"] - batch.get("b", 0.0)
+        return 10.0 * batch[0] + (batch[1] if isinstance(batch, tuple) else 0.0)
+
+    for batches in (
+        [{"a": one, "b": two}, {"a": one, "c": two}],
+        [(one, two), [one, two]],
+        [(one, two), {"a": two, "b": one}],
+    ):
+        expected = [float(step(batch)) for batch in batches]
+        assert step.run(iter(batches), steps=2).numpy().tolist() == expected
+
+
 def test_stacked_and_single_batches_are_one_order():
     mixed, plain = loader(), loader()
     expected = [batch[0].numpy() for batch in plain]
