@@ -732,6 +732,10 @@ def claim_results_come_back_as_one(strategy, folder):
     assert int(found["nested"][2]) == n
     found = step({"x": tf.range(1.0)}, 2.0)  # all but one replica without a sample
     assert float(found["mean"]) == 0.0
+    found = step({"x": tf.range(0.0)}, 2.0)  # no sample at all
+    assert np.isnan(found["mean"])
+    total = tfloop.compile(lambda batch: tf.reduce_sum(batch), strategy=strategy)
+    assert float(total(tf.range(0.0))) == 0.0
     fresh = tfloop.compile(lambda batch: batch, strategy=strategy)
     for call, error, words in (
         (

@@ -349,6 +349,25 @@ def test_an_optional_argument_may_come_later(jit):
         f()
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_step_may_take_any_number_of_arguments(jit):
+    @tfloop.compile(jit_compile=jit)
+    def step(*numbers, **named):
+        return tf.add_n([tf.constant(0.0), *numbers, *named.values()])
+
+    for _ in range(4):
+        assert float(step(1.0)) == 1.0
+        assert float(step(1.0, 2.0)) == 3.0
+        assert float(step()) == 0.0
+        assert float(step(1.0, more=2.0)) == 3.0
+        assert float(step(more=2.0, most=3.0)) == 5.0
+        assert float(step(1.0, most=3.0)) == 4.0
+    assert step.trace_count == 6
+    numbers = tf.constant([1.0, 2.0])
+    for rest, expected in (((), [1.0, 2.0]), ((3.0,), [4.0, 5.0])):
+        assert step.run(iter(numbers), *rest, steps=2).numpy().tolist() == expected
+
+
 def test_an_optional_argument_may_come_later_in_runs_and_methods():
     class Trainer:
         @tfloop.compile

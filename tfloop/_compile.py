@@ -327,6 +327,13 @@ class _Program:
         return name is not None
 
     def _function(self, fn: Callable[..., Any]) -> Any:
+        make = functools.partial(self._made, fn)
+        signature = self._step._signature
+        kinds = {parameter.kind for parameter in signature.parameters.values()} if signature else ()
+        any_number = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        return make() if any_number.isdisjoint(kinds) else _ByNumber(make)
+
+    def _made(self, fn: Callable[..., Any]) -> Any:
         function = self._step._traceable(fn)
         if not self._step._jit_compile:
             return function
@@ -358,6 +365,34 @@ class _Program:
             self._watched += tuple((ask, ask()) for ask in asks if ask not in known)
             self._refreshed += tuple(r for r in refreshers if r not in self._refreshed)
             self._bindings = bindings
+
+
+class _ByNumber:
+    """A `tf.function` for each number of arguments, of one that takes any (`*args`, `**kwargs`).
+
+    TensorFlow takes calls with one and with two of them for relatives, and fails.
+
+    Args:
+      make: Makes such a `tf.function`.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._functions: dict[Any, Any] = {}
+
+    def _of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = len(args), frozenset(kwargs)
+        if key not in self._functions:
+            self._functions.setdefault(key, self._make())
+        return self._functions[key]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What a `tf.function` does."""
+        return self._of(args, kwargs)(*args, **kwargs)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+        """What that of a `tf.function` does."""
+        return self._of(args, kwargs).get_concrete_function(*args, **kwargs)
 
 
 def _books(models: Iterable[Any], known: Iterable[Any]) -> list[AddressBook]:

@@ -229,22 +229,18 @@ def _fill(found: list[Any], where: Mapping[int, Any], tensors: list[tf.Tensor]) 
 
 
 def _means(strategy: Any, values: list[list[tf.Tensor]], counts: Any) -> list[tf.Tensor]:
-    """Weighted by rows; a replica without any adds nothing, not even NaN."""
-    weights = [tf.cast(count, tf.float64) for count in counts]
-    totals = [
-        tf.add_n(
-            [
-                tf.math.multiply_no_nan(tf.cast(v, tf.float64), w)
-                for v, w in zip(row, weights, strict=True)
-            ]
-        )
-        for row in values
-    ]
-    if not totals:
+    """Weighted by rows; a replica without any adds nothing, not even NaN, but where none has."""
+    if not values:
         return []
-    *totals, weight = _over_workers(strategy, [*totals, tf.add_n(weights)])
+    weights = [tf.cast(count, tf.float64) for count in counts]
+    wide = [[tf.cast(value, tf.float64) for value in row] for row in values]
+    shares = [[*map(tf.math.multiply_no_nan, row, weights)] for row in wide]
+    counted = [weights, [tf.ones_like(weight) for weight in weights]]
+    totals = [tf.add_n(parts) for parts in (*shares, *wide, *counted)]
+    *totals, weight, number = _over_workers(strategy, totals)
     return [
-        tf.cast(total / weight, row[0].dtype) for total, row in zip(totals, values, strict=True)
+        tf.cast(tf.where(weight > 0, share / weight, alike / number), row[0].dtype)
+        for share, alike, row in zip(totals[: len(wide)], totals[len(wide) :], values, strict=True)
     ]
 
 
