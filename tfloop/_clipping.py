@@ -107,8 +107,9 @@ class GradientClipping:
         """min(1, limit / norm), or NaN: an infinite norm would give 0 and hide its cause."""
         norm = tf.sqrt(square)
         limit = tf.constant(self.limit, norm.dtype)
-        nan = tf.constant(math.nan, norm.dtype)
-        return tf.where(tf.math.is_finite(norm), limit / tf.maximum(norm, limit), nan)
+        # Computed: `tf.debugging.enable_check_numerics` stops at a NaN that stands in a graph.
+        zero_or_nan = tf.sqrt(tf.where(tf.math.is_finite(norm), 0.0 * limit, -limit))
+        return limit / tf.maximum(norm, limit) + zero_or_nan
 
     def __repr__(self) -> str:
         return f"GradientClipping.by_{self.kind}({self.limit!r})"

@@ -4,7 +4,6 @@ The functional sibling of `GradientsAccumulator`: no buffers that outlive the ca
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -198,7 +197,7 @@ class _Pieces:
         grads, values = _overwritten.parted(grads)
         for path, value in values.items():
             value = _sparse.densify(value)
-            nothing = tf.constant(-math.inf, value.dtype)  # which no maximum shows
+            nothing = tf.constant(value.dtype.min, value.dtype)  # which no maximum shows
             rows[_VALUE + path] = tf.where(weight > 0, value, nothing)[tf.newaxis]
         for path, grad in grads.items():
             grad = weighted(_sparse.cast(grad, _sparse.accumulation_dtype(grad.dtype)), weight)

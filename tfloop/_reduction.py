@@ -3,7 +3,6 @@
 Knows weights and absences; how tensors are sent is `_replicas`' business.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -200,7 +199,7 @@ def _counts(
 def _only_if(counts: tf.Tensor, value: Gradient) -> tf.Tensor:
     """A value that is no maximum where it doesn't count."""
     value = _sparse.densify(value)
-    return tf.where(counts, value, tf.constant(-math.inf, value.dtype))
+    return tf.where(counts, value, tf.constant(value.dtype.min, value.dtype))
 
 
 def _mean(grad: Gradient, weight: tf.Tensor) -> Gradient:
