@@ -929,6 +929,28 @@ def claim_what_is_of_samples_stays_with_its_replica(strategy, folder):
     np.testing.assert_equal(again, went_on)
 
 
+def claim_a_sum_over_replicas_takes_means_of_shares_and_no_sums_of_them(strategy, folder):
+    model = weight_in(strategy)
+    optim = ModuleOptimizer(keras.optimizers.SGD(), reduction="sum").build(model)
+    windows = {how: GradientsAccumulator(reduction=how).build(model) for how in ("sum", "mean")}
+    weight = tfloop.named_parameters(model)["w"]
+    before = float(weight.numpy())
+
+    def step(how):
+        @tfloop.compile(strategy=strategy)
+        def run(batch):
+            windows[how].accumulate(model, GradientsParams({"w": tf.reduce_mean(batch)}))
+            optim.step(1.0, model, windows[how])
+
+        return run
+
+    with pytest.raises(ValueError, match="shares are parts of a mean"):
+        step("sum")(tf.fill([4], 2.0))
+    step("mean")(tf.fill([4], 2.0))
+    moved = before - float(weight.numpy())
+    np.testing.assert_allclose(moved, 2.0 * strategy.num_replicas_in_sync, rtol=1e-6)
+
+
 def claim_an_empty_window_raises_on_every_replica(strategy, folder):
     n = strategy.num_replicas_in_sync
     model = weight_in(strategy)
