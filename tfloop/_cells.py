@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfloop import _overwritten, _sparse
-from tfloop._paths import tf_variable
+from tfloop._paths import Variable, tf_variable
 from tfloop._sparse import Gradient
 
 _SMALL = 16_384
@@ -82,7 +82,8 @@ class Fused:
         self._sizes = [math.prod(shape) for shape in self._shapes.values()]
         starts = np.cumsum([0, *self._sizes[:-1]])
         self._start = dict(zip(self.paths, map(int, starts), strict=True))
-        self.target = keras.Variable(self.values(), trainable=True, name="fused", autocast=False)
+        first = self._joined({path: first_value(v) for path, v in self._members.items()})
+        self.target = keras.Variable(first, trainable=True, name="fused", autocast=False)
 
     def values(self) -> tf.Tensor:
         """The variables end to end."""
@@ -202,6 +203,18 @@ def cells_of(targets: Mapping[str, keras.Variable], *, fuse: bool) -> list[Cell]
     fused = {path for members in bundles.values() for path in members}
     cells: list[Cell] = [Fused(members) for members in bundles.values()]
     return cells + [Single(path, t) for path, t in targets.items() if path not in fused]
+
+
+def has_value(variable: Variable) -> bool:
+    """Has a variable a value yet? One that is born in a trace gets it after that; ask eagerly."""
+    return bool(tf_variable(variable).is_initialized())
+
+
+def first_value(variable: Variable) -> tf.Tensor:
+    """The value of a variable, or NaN while it has none, which shows in all that is made of it."""
+    if has_value(variable):
+        return tf.convert_to_tensor(tf_variable(variable))
+    return tf.fill(variable.shape, tf.cast(math.nan, variable.dtype))
 
 
 def _is_small(target: keras.Variable) -> bool:

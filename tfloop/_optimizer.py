@@ -29,7 +29,7 @@ from tfloop._routing import (
 )
 from tfloop._scaling import LossScaler
 from tfloop._sparse import Gradient
-from tfloop._step_checks import STEP, as_rate, assert_current, assert_sound
+from tfloop._step_checks import STEP, as_rate, assert_born, assert_current, assert_sound
 from tfloop._update import GroupUpdate, State
 from tfloop.schedulers._rates import ModuleLearningRate
 
@@ -431,9 +431,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return book
 
     def _lacks_state(self, book: AddressBook) -> bool:
-        """Has a parameter been thawed that has no slots yet?"""
+        """Has a parameter no slots yet, or the value by now that they wait for?"""
         updates = ((path, self._groups[self._owner[path]].update) for path in book.parameters())
-        return any(update and path not in update.variables for path, update in updates)
+        if any(update and path not in update.variables for path, update in updates):
+            return True
+        return any(group.update and group.update.state.can_begin() for group in self._groups)
 
     def _build(self, model: Any, book: AddressBook, groups: list[Group]) -> None:
         """Routes and makes state; changes nothing before all checks have passed."""
@@ -446,7 +448,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             update.state = state
         for variable, value in restored:
             variable.assign(value)
-        self._pending = None
+        if not any(state.waiting for _, state in states):
+            self._pending = None  # else it is needed once more
         home = list(book.variables.values())
         for name in ("_iterations", "_skipped", "_routing"):
             moved = _replicas.at_home(getattr(self, name), home, _replicas.ALIKE)
@@ -582,7 +585,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         """What can only be known when the step runs."""
         rates = {id(rate): rate for _, parts in plans for rate, _ in parts}
         sound = [check for rate in rates.values() for check in assert_sound(rate)]
-        return [*assert_current(self._version, self._routing), *sound]
+        unborn = [path for update, _ in plans for path in update.state.waiting]
+        return [*assert_current(self._version, self._routing), *assert_born(unborn), *sound]
 
     def records(
         self, states: list[tuple[GroupUpdate, State]] | None = None

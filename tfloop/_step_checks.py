@@ -4,6 +4,7 @@ What is known now raises at once; what a trace can only know when it runs become
 in the graph, which every change waits for. (XLA drops assertions.)
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,7 +13,7 @@ import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
 from tfloop import _traces
-from tfloop._messages import described
+from tfloop._messages import described, listed
 from tfloop.schedulers._base import is_number
 
 STEP = "ModuleOptimizer.step(lr, model, grads)"
@@ -100,3 +101,18 @@ def assert_current(version: int, routing: tf.Variable) -> list[tf.Operation]:
     )
     fresh = tf.equal(routing, tf.constant(version, routing.dtype))
     return [tf.raw_ops.Assert(condition=fresh, data=[message])]
+
+
+def assert_born(unborn: Sequence[str]) -> list[tf.Operation]:
+    """An assertion that fails in a run of the very trace in which variables were born.
+
+    TensorFlow runs another one, but for values that follow from the arguments of the step.
+    """
+    if not unborn:
+        return []
+    message = (
+        f"`{STEP}` can't begin its state: got no value yet for {listed(unborn)}, expected one "
+        "before the first step: the state begins as a copy. The variable is made in the step, of "
+        "what the step is given. Make it before: `model(sample_batch)`."
+    )
+    return [tf.raw_ops.Assert(condition=False, data=[message])]

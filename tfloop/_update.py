@@ -17,7 +17,7 @@ from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
 from tfloop import _overwritten, _replicas, _sparse, _traces
-from tfloop._cells import Cell, Fused, Single, cells_of
+from tfloop._cells import Cell, Fused, Single, cells_of, first_value, has_value
 from tfloop._given import (
     applies_by_itself,
     check_arguments,
@@ -116,8 +116,10 @@ class GroupUpdate:
           ValueError: The optimizer keeps state that isn't found by path.
         """
         old = self.state
-        if list(variables) == list(old.variables) and all(
-            old.variables[path] is variable for path, variable in variables.items()
+        if (
+            not old.waiting
+            and list(variables) == list(old.variables)
+            and all(old.variables[path] is variable for path, variable in variables.items())
         ):
             return old
         with _replicas.scope_of(variables.values()):
@@ -132,8 +134,9 @@ class GroupUpdate:
         # Sought by the variable: a layer put in before others renumbers their paths.
         known = {variable_id(variable): path for path, variable in old.variables.items()}
         for path, variable in variables.items():
-            if variable_id(variable) in known:
-                kept = old.slots(known[variable_id(variable)])
+            before = known.get(variable_id(variable))
+            if before is not None and before not in old.waiting:
+                kept = old.slots(before)
                 for name, slot in new.slots(path).items():
                     slot.assign(tf.convert_to_tensor(kept[name]))
         return new
@@ -416,6 +419,9 @@ class State:
       targets: Path -> the same as `keras.Variable`.
       cells: What is updated at once, in the order of the optimizer's own lists.
       fused: May small variables be updated together?
+      waiting: The paths of variables that were born in a trace and have no value yet, where the
+        state begins with it, as moving averages do. It is made anew once they have: TensorFlow
+        gives them theirs after that trace, and traces once more before it runs anything.
     """
 
     def __init__(self, optimizer: Optimizer, variables: dict[str, Variable], fused: bool) -> None:
@@ -424,6 +430,7 @@ class State:
         self.fused = fused
         self.targets = {path: _as_keras(path, v) for path, v in variables.items()}
         self.cells: list[Cell] = []
+        self.waiting: set[str] = set()
         self._cell: dict[str, int] = {}
 
     def build(self) -> None:
@@ -435,7 +442,16 @@ class State:
         optimizer = self.optimizer
         self.cells = cells_of(self.targets, fuse=self.fused and type(optimizer) in _ELEMENTWISE)
         self._cell = {path: n for n, cell in enumerate(self.cells) for path in cell.paths}
-        optimizer.build([cell.target for cell in self.cells])
+        unborn = [path for path, target in self.targets.items() if not has_value(target)]
+        with _lent_values(optimizer, [cell.target for cell in self.cells]) as targets:
+            optimizer.build(targets)
+            if optimizer.use_ema:
+                # Keras fills the averages at its first update, of those that take part then.
+                averages = optimizer._model_variables_moving_average
+                for average, target in zip(averages, targets, strict=True):
+                    if average is not None:
+                        average.assign(target)
+        self.waiting = {path for path in unborn if any(map(_has_nan, self.slots(path).values()))}
         found = [self.counters(), *map(self.slots_of, self.cells)]
         known = {id(variable) for named in found for variable in named.values()}
         known.add(id(tf_variable(optimizer._learning_rate)))
@@ -447,12 +463,12 @@ class State:
                 "It could be neither saved nor kept when groups change. Make it in `build`: "
                 "`self.momentums = self.add_optimizer_variables(variables, 'momentum')`."
             )
-        if optimizer.use_ema:
-            # Keras fills the averages at its first update, of whichever variables take part then.
-            averages = optimizer._model_variables_moving_average
-            for average, cell in zip(averages, self.cells, strict=True):
-                if average is not None:
-                    average.assign(cell.target)
+
+    def can_begin(self) -> bool:
+        """Have variables that it waits for got their values meanwhile?"""
+        return bool(self.waiting) and _traces.eagerly(
+            lambda: any(has_value(self.variables[path]) for path in self.waiting)
+        )
 
     def slots(self, path: str) -> dict[str, Any]:
         """Slot -> variable or piece of one, for one path.
@@ -483,6 +499,30 @@ class State:
             for name, value in vars(self.optimizer).items()
             if is_variable(value) and name != "_learning_rate"
         }
+
+
+@contextlib.contextmanager
+def _lent_values(
+    optimizer: Optimizer, targets: list[keras.Variable]
+) -> Iterator[list[keras.Variable]]:
+    """Lets an optimizer be built on variables of which some have no value: they get NaN for it."""
+    unborn = [(target, target._value) for target in targets if not has_value(target)]
+    for target, _ in unborn:
+        target._value = tf.Variable(first_value(target), name=target.name)
+    try:
+        yield targets
+    finally:
+        for target, variable in unborn:
+            target._value = variable
+    if unborn:  # Keras finds the slots of a variable by that.
+        keys = map(optimizer._var_key, targets)
+        optimizer._trainable_variables_indices = {key: n for n, key in enumerate(keys)}
+
+
+def _has_nan(slot: Any) -> bool:
+    if not slot.dtype.is_floating:
+        return False
+    return bool(tf.reduce_any(tf.math.is_nan(tf.cast(slot, tf.float64))))
 
 
 def _as_keras(path: str, variable: Variable) -> keras.Variable:
