@@ -7,8 +7,10 @@ one process could meet the collectives of the first, so all claims share one.
 """
 
 import collections
+import copy
 import os
 import sys
+import threading
 import traceback
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -1098,6 +1100,69 @@ def claim_a_checkpoint_in_mid_window_keeps_what_each_replica_has(strategy, folde
     assert len({part.tobytes() for part in components(many.net.layers[2].moving_mean)}) == 1
     seeds = components(many.net.layers[1].seed_generator.state)
     assert len({seed.tobytes() for seed in seeds}) == n
+
+
+def claim_threads_that_run_replicas_take_turns_in_building_and_applying(strategy, folder):
+    with strategy.scope():
+        net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    optim, window = ModuleOptimizer("adam"), GradientsAccumulator()
+    turns, errors = threading.Lock(), []
+
+    def grads():
+        named = tfloop.named_parameters(net)
+        return GradientsParams({path: tf.ones(v.shape) for path, v in named.items()})
+
+    def eager():
+        window.accumulate(net, grads())
+        optim.step(0.1, net, grads())
+
+    compiled = tfloop.compile(lambda: optim.step(0.1, net, grads()) and None, strategy=strategy)
+
+    def work(number):
+        try:
+            with turns:  # the collectives of two runs may not overlap
+                strategy.run(eager) if number % 2 else compiled()
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a deadlock"
+    assert not errors, errors
+    assert optim.iterations.numpy() == 4
+    assert window.count.numpy() == 2
+    assert_alike(optim, net)
+
+
+def claim_copies_of_what_replicas_hold_go_their_own_way(strategy, folder):
+    with strategy.scope():
+        net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    optim, window = ModuleOptimizer("adam", scaler=tfloop.LossScaler()), GradientsAccumulator()
+
+    def grads(value):
+        named = tfloop.named_parameters(net)
+        return GradientsParams({path: value * tf.ones(v.shape) for path, v in named.items()})
+
+    def begin():
+        optim.step(0.1, net, grads(1.0))
+        window.accumulate(net, grads(2.0))
+
+    strategy.run(begin)
+    weights = net.get_weights()
+    other, copied = copy.deepcopy((optim, window))
+    assert other.serialize() == optim.serialize()
+    results = []
+    for one, its in ((optim, window), (other, copied)):
+        net.set_weights(weights)
+        strategy.run(lambda one=one, its=its: one.step(0.1, net, its))
+        results.append([*net.get_weights(), one.serialize()])
+        assert_alike(one, net)
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert copied.count.numpy() == window.count.numpy() == 0
 
 
 def main(number, folder, *names):

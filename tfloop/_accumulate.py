@@ -4,9 +4,11 @@ Sums in `tf.Variable` buffers that outlive a call; `_microbatch` is its sibling 
 touches an optimizer: what a window becomes is decided by `ModuleOptimizer.step`.
 """
 
+import copy
 import io
+import threading
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ import tensorflow as tf
 
 from tfloop import _overwritten, _replicas, _sparse, _traces
 from tfloop._gradients import GradientsParams
-from tfloop._messages import described, listed
+from tfloop._messages import described, listed, not_pickled
 from tfloop._paths import AddressBook, address_book, root_key, tf_variable
 from tfloop._sparse import Gradient
 from tfloop._weights import checked_weight, divided, weighted
@@ -102,6 +104,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         self._buffers: dict[str, tf.Variable] = {}
         self._restored: dict[str, Any] = {}  # a window that waits for `build`
         self._version = 0
+        self._lock = threading.RLock()
+        self._is_new_copy = False  # which may still go on with a copy of the model
         variables = _traces.eagerly(
             lambda: [
                 tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
@@ -193,6 +197,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "none: a sum has no weights. For the mean over samples make it with "
                 "`tfloop.GradientsAccumulator(reduction='mean')`."
             )
+        with _replicas.one_at_a_time(self._lock):
+            self._accumulate(model, grads, weight)
+
+    def _accumulate(self, model: Any, grads: GradientsParams, weight: Any) -> None:
         weight, factor = self._weights(weight)
         book = self._prepare(model, _ACCUMULATE)
         _replicas.check_context(_ACCUMULATE, book.variables)
@@ -243,6 +251,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
           ValueError: The weights sum to 0.
         """
         _traces.depends_on(self)
+        with _replicas.one_at_a_time(self._lock):
+            return self._taken()
+
+    def _taken(self) -> GradientsParams:
         window = self._window("accumulator.grads()")
         with tf.control_dependencies(self.checks("accumulator.grads()", window.weight)):
             grads = means(window)
@@ -257,9 +269,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     def reset(self) -> None:
         """Empties the window without using it."""
         _traces.depends_on(self)
-        self._restored = {}
-        for variable in (self._count, self._weight, self._present, *self._buffers.values()):
-            variable.assign(tf.zeros_like(variable))
+        with _replicas.one_at_a_time(self._lock):
+            self._restored = {}
+            for variable in (self._count, self._weight, self._present, *self._buffers.values()):
+                variable.assign(tf.zeros_like(variable))
 
     def window(self, model: Any, call: str) -> Window:
         """What the step takes; `reset` empties the window afterwards."""
@@ -340,6 +353,29 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         for variable, value in totals if self._book is None else self.assignments(window):
             variable.assign(value)
 
+    def __copy__(self) -> "GradientsAccumulator":
+        """As `copy.deepcopy`: two accumulators can't share a window."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict) -> "GradientsAccumulator":
+        """An accumulator of its own with an equal window.
+
+        It goes on with the same model, or with a copy of that: the first micro-batch decides.
+        """
+        twin = type(self)(reduction=self.reduction)
+        if self._book is None:
+            twin.deserialize(self.serialize())
+        else:
+            twin._take_over(self, self._model, self._book)
+            twin._is_new_copy = True
+            if id(self._model) in memo:
+                twin.build(memo[id(self._model)])
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        raise not_pickled(self)
+
     def __repr__(self) -> str:
         """What it does and what is in it."""
         root = self._book.description if self._book else "not built"
@@ -348,29 +384,40 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
 
     def _prepare(self, model: Any, call: str) -> AddressBook:
         """Builds for the root, or checks that it is ours and follows what has changed in it."""
-        if self._book is not None and root_key(model, call) != self._book.key:
-            theirs = address_book(model, call)
-            raise ValueError(
-                f"`{call}` got {theirs.description}, expected {self._book.description}, which this "
-                "accumulator was built with. A window belongs to one root. Use an accumulator for "
-                "each: `tfloop.GradientsAccumulator()`."
-            )
         book = address_book(model, call)
-        if book is not self._book or any(path not in self._buffers for path in book.parameters()):
-            _traces.eagerly(lambda: self._build(model, book))
+        with self._lock:  # no replica waits for another in here
+            if self._book is not None and root_key(model, call) != self._book.key:
+                if not (self._is_new_copy and self._book.is_like(book)):
+                    raise ValueError(
+                        f"`{call}` got {book.description}, expected {self._book.description}, "
+                        "which this accumulator was built with. A window belongs to one root. Use "
+                        "an accumulator for each: `tfloop.GradientsAccumulator()`."
+                    )
+                _traces.eagerly(lambda: self._take_over(self, model, book))
+            self._is_new_copy = False
+            if book is not self._book or book.parameters().keys() - self._buffers.keys():
+                _traces.eagerly(lambda: self._build(model, book))
         _traces.depends_on(book)
         _traces.depends_on(self)
         return book
 
-    def _build(self, model: Any, book: AddressBook) -> None:
+    def _take_over(self, other: "GradientsAccumulator", model: Any, book: AddressBook) -> None:
+        """Gets the window of another, or of this one, for a root of the same paths."""
+        window = {key: np.asarray(value) for key, value in other.state().items()}
+        kept, self._book, self._buffers = other._buffers, None, {}
+        self._build(model, book, kept)
+        for variable, value in self.assignments(window):
+            variable.assign(value)
+
+    def _build(self, model: Any, book: AddressBook, kept: Iterable[str] = ()) -> None:
         """Makes the buffers that are missing; a variable that has one keeps it, with its sum."""
-        flags = dict(zip(self._buffers, self._present.numpy(), strict=True))
+        flags = dict(zip(self._buffers, self._present.numpy(), strict=bool(self._buffers)))
         buffers, present, trainable = {}, [], book.parameters()
         for path, variable in book.floating().items():
             # Sought by the variable: a layer put in before others renumbers their paths.
             before = (self._book and self._book.path_of(variable)) or ""
             buffer = self._buffers.get(before)
-            if buffer is None and path in trainable:
+            if buffer is None and (path in trainable or path in kept):
                 zeros = tf.zeros(variable.shape, _sparse.accumulation_dtype(variable.dtype))
                 with _replicas.scope_of([variable]):
                     buffer = tf.Variable(zeros, name=f"sum/{path}", **_replicas.SUMMED)

@@ -150,6 +150,10 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         for number in rates.keys() - {0}:
             given[number].learning_rate = base * self._notes.ratios.get(number, 1.0)
 
+    def take_over(self, other: "GroupedOptimizer") -> None:
+        """Keeps the ratios of rates that another has noted."""
+        self._notes.ratios.update(other._notes.ratios)
+
     @property
     def variables(self) -> list[Any]:
         """All state: slots, counts and rates."""
@@ -204,7 +208,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the state by path, for `.keras` and `.weights.h5` files."""
-        if self.built:
+        if self.optim.root is not None:  # which may have stepped before `fit` was called
             store["state"] = np.frombuffer(_record.dump(self._records()), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
@@ -290,11 +294,11 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         model = self._notes.root
         if isinstance(model, keras.Model):
             return list(self._named(model.trainable_variables, model.trainable_variables))
-        return self._notes.order
+        return self._notes.order or list(address_book(model, _CALL).parameters())
 
     def _records(self) -> list[_record.GroupRecord]:
         """The state of what `fit` trains; that of parameters frozen since stays behind."""
-        if not self.built:
+        if self.optim.root is None:
             return []
         served = set(self._served())
         found = []
@@ -308,7 +312,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         """The groups by their members, and all members with their shapes."""
         optim = self.optim.build(self._notes.root)
         book = address_book(self._notes.root, _CALL)
-        served = self._served() or list(book.parameters())
+        served = self._served()
         rows = []
         for number, group in enumerate(optim._groups):
             members = [path for path in served if optim._owner[path] == number]

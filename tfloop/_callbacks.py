@@ -88,6 +88,11 @@ class Rate:
             rates.with_group(group, rate)
         return rates
 
+    def take_over(self, other: "Rate") -> None:
+        """Scales as another does."""
+        self.factor.assign(other.factor)
+        self._own.take_over(other._own)
+
     def finalize(self) -> None:
         """Puts moving averages into the variables, where an optimizer keeps them."""
         self._own.finalize_variable_values([*named_parameters(self._optim.root).values()])

@@ -18,7 +18,7 @@ from tfloop import _distribution, _many, _replicas, _traces
 from tfloop._arguments import whole_number
 from tfloop._bindings import Bindings
 from tfloop._launch import Launcher, as_argument
-from tfloop._messages import described
+from tfloop._messages import described, not_pickled
 from tfloop._paths import AddressBook, unchecked_book
 from tfloop._traces import Dependency
 
@@ -271,6 +271,10 @@ class CompiledStep:
         """A step of its own, bound to the copy where it is a method."""
         fn = copy.deepcopy(self.python_function, memo)
         return CompiledStep(fn, self._jit_compile, self._strategy)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        raise not_pickled(self)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         # With `tf.config.run_functions_eagerly(True)` there is no trace to count.

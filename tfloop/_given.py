@@ -3,6 +3,8 @@
 Every check of its arguments is made here, at construction, so that the steps need none.
 """
 
+import copy
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -137,6 +139,24 @@ def copy_of(given: Optimizer, call: str) -> Optimizer:
         if hasattr(given, name):
             setattr(optimizer, name, getattr(given, name))
     return optimizer
+
+
+def twin_of(given: Optimizer, memo: dict) -> Optimizer:
+    """A fresh optimizer with the rate of the given one too; one for all who were given that.
+
+    Keras' own copies lose schedules, functions and what is excluded from weight decay.
+    """
+    if id(given) not in memo:
+        twin, rate = copy_of(given, "copy.deepcopy(optim)"), given._learning_rate
+        twin.learning_rate = copy.deepcopy(rate, memo) if callable(rate) else float(rate.numpy())
+        memo[id(given)] = twin
+    return memo[id(given)]
+
+
+def exclude(optimizer: Optimizer, variables: Iterable[Any]) -> None:
+    """Leaves variables out of weight decay, besides those that are left out already."""
+    keys = {optimizer._var_key(variable) for variable in variables}
+    setattr(optimizer, _EXCLUSIONS[0], keys | getattr(optimizer, _EXCLUSIONS[0], set()))
 
 
 def check_copy(given: Optimizer, optimizer: Optimizer, call: str) -> None:

@@ -63,3 +63,13 @@ def described(thing: object) -> str:
         return f"{kind} {text if len(text) <= _LONGEST else f'{text[:half]}...{text[-half:]}'}"
     name = getattr(thing, "name", None)
     return f"{name!r} ({kind})" if isinstance(name, str) else f"an object of type {kind}"
+
+
+def not_pickled(thing: object) -> TypeError:
+    """The error for something whose state is written down by checkpoints alone."""
+    name = type(thing).__name__
+    return TypeError(
+        f"`pickle.dumps(...)` can't write a {name} down: got state that belongs to this process, "
+        "expected a checkpoint. Make the object there as here, and take its state along: "
+        "`tfloop.Checkpoint(folder, part=thing).save(step)`, and `.restore()` there."
+    )

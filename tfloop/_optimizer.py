@@ -5,7 +5,10 @@ owns which parameter is decided in `_routing`, what replicas have together in `_
 group's variables are updated is `_update`'s business, and how state is written down `_record`'s.
 """
 
+import contextlib
+import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -18,7 +21,7 @@ from tfloop._contribution import Contribution
 from tfloop._given import as_keras_optimizer
 from tfloop._gradients import GradientsParams
 from tfloop._groups import ParamGroup, as_group
-from tfloop._messages import described
+from tfloop._messages import described, not_pickled
 from tfloop._paths import AddressBook, address_book, root_key
 from tfloop._routing import (
     Group,
@@ -109,7 +112,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         self._owner: dict[str, int] = {}
         self._pending: bytes | None = None
         self._checked_rates: Any = None
+        self._is_new_copy = False  # which may still go on with a copy of the model
         self._version = 0
+        self._lock = threading.RLock()
         counter = {"dtype": tf.int64, "trainable": False}
         self._iterations, self._skipped, self._routing = _traces.eagerly(
             lambda: [
@@ -240,7 +245,19 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
         rate = lr if isinstance(lr, ModuleLearningRate) or lr is None else as_rate(lr)
+        window = (
+            grads._lock if isinstance(grads, GradientsAccumulator) else contextlib.nullcontext()
+        )
+        with _replicas.one_at_a_time(self._lock), _replicas.one_at_a_time(window):
+            self._step(rate, model, grads, weight)
+        return model
+
+    def _step(
+        self, rate: Any, model: Any, grads: GradientsParams | GradientsAccumulator, weight: Any
+    ) -> None:
+        """All of a step; nothing is changed before everything is checked."""
         book = self._prepare(model, STEP)
+        self._is_new_copy = False
         _replicas.check_context(STEP, book.variables)
         if isinstance(rate, ModuleLearningRate):
             self._check_groups_of(rate, book)
@@ -273,7 +290,6 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 finite,
                 total.statistics,
             )
-        return model
 
     @_traces.not_converted
     def summary(self, model: Any) -> str:
@@ -411,6 +427,38 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             _record.parse(state)
         self._pending = state or None
 
+    def __copy__(self) -> Self:
+        """As `copy.deepcopy`: two optimizers can't share state."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        """An optimizer of its own with equal groups, rates and state.
+
+        It goes on with the same model, or with a copy of that: its first step decides.
+        """
+        twin = type(self)(
+            "sgd",
+            reduction=self._reduction,
+            scaler=copy.deepcopy(self._scaler, memo),
+            skip_nonfinite=self._skips,
+            strict=self._strict,
+            fused=self._fused,
+        )
+        twin._pending = self._pending
+        twin._groups = [group.twin(memo) for group in self._groups]
+        if self._book is not None:
+            twin._build(self._model, self._book, twin._groups)
+            twin._is_new_copy = True
+            if id(self._model) in memo:
+                twin.build(memo[id(self._model)])
+        twin._iterations.assign(self._iterations)
+        twin._skipped.assign(self._skipped)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        raise not_pickled(self)
+
     def __repr__(self) -> str:
         """The groups in the order in which they are asked, the last one first."""
         rows = [f"  {group}" for group in reversed(self._groups)]
@@ -422,13 +470,22 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         """Builds for the root, or checks that it is ours and follows what has changed in it."""
         key = root_key(model, call)
         book = address_book(model, call)
-        if self._book is not None and key != self._book.key:
-            raise ValueError(_why_another_root(call, self._book, book))
-        if book is not self._book or self._lacks_state(book):
-            _traces.eagerly(lambda: self._build(model, book, self._groups))
+        with self._lock:  # no replica waits for another in here
+            if self._book is not None and key != self._book.key:
+                if not (self._is_new_copy and self._book.is_like(book)):
+                    raise ValueError(_why_another_root(call, self._book, book))
+                _traces.eagerly(lambda: self._move(book))
+            if book is not self._book or self._lacks_state(book):
+                _traces.eagerly(lambda: self._build(model, book, self._groups))
         _traces.depends_on(book)
         _traces.depends_on(self)
         return book
+
+    def _move(self, book: AddressBook) -> None:
+        """Leaves the root for a copy of it; `_build` does the rest."""
+        assert self._book is not None  # or there is nothing to leave
+        for group in self._groups:
+            group.move(self._book, book)
 
     def _lacks_state(self, book: AddressBook) -> bool:
         """Has a parameter no slots yet, or the value by now that they wait for?"""
@@ -494,11 +551,12 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
     def _change(self, groups: list[Group]) -> None:
         """Takes over a new list of groups, at once where the optimizer is built."""
-        if self._book is None:
-            self._groups = groups
-        else:
-            book, model = self._book, self._model
-            _traces.eagerly(lambda: self._build(model, book, groups))
+        with self._lock:
+            if self._book is None:
+                self._groups = groups
+            else:
+                book, model = self._book, self._model
+                _traces.eagerly(lambda: self._build(model, book, groups))
 
     def _mark_changed(self) -> None:
         """Makes older traces stale: ours look at the version, others at the variable."""
@@ -570,16 +628,17 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             _replicas.update(strategy, self._iterations, _add, updated)
             return tf.constant(0)
 
-        if finite:
-            sound = _replicas.agreed(strategy, finite[0])
-            tf.cond(sound, change, lambda: tf.constant(0))
-            _replicas.update(strategy, self._skipped, _add, tf.logical_not(sound))
-            if self._scaler is not None:
-                self._scaler.adapt(strategy, sound)
-        else:
-            change()
-        for path, mean in statistics.items():
-            _replicas.assign(strategy, self._book.variables[path], mean)
+        with self._lock:  # a trace, too, sets a rate on the Keras optimizer for a while
+            if finite:
+                sound = _replicas.agreed(strategy, finite[0])
+                tf.cond(sound, change, lambda: tf.constant(0))
+                _replicas.update(strategy, self._skipped, _add, tf.logical_not(sound))
+                if self._scaler is not None:
+                    self._scaler.adapt(strategy, sound)
+            else:
+                change()
+            for path, mean in statistics.items():
+                _replicas.assign(strategy, self._book.variables[path], mean)
 
     def _checks(self, plans: list[tuple[GroupUpdate, list]]) -> list[tf.Operation]:
         """What can only be known when the step runs."""

@@ -177,6 +177,11 @@ class AddressBook:
         """The layers and modules whose settings `fingerprint` compares."""
         return self._settings.things()
 
+    def is_like(self, other: "AddressBook") -> bool:
+        """Could one root be a copy of the other: have they the same paths and shapes?"""
+        shapes = [{p: tuple(v.shape) for p, v in b.variables.items()} for b in (self, other)]
+        return shapes[0] == shapes[1]
+
     def path_of(self, variable: Variable) -> str | None:
         """The canonical path of a variable, or `None` if it isn't the root's."""
         path = self._path_of.get(variable_id(variable))

@@ -83,6 +83,11 @@ def is_replica() -> bool:
     return tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
 
 
+def one_at_a_time(lock: AbstractContextManager) -> AbstractContextManager:
+    """Lets threads take turns in a block, but not replicas, which wait in it for each other."""
+    return contextlib.nullcontext() if is_replica() else lock
+
+
 def count() -> int:
     """The replicas that work on one update."""
     return tf.distribute.get_strategy().num_replicas_in_sync if is_replica() else 1

@@ -4,6 +4,7 @@ Refuses groups that serve nothing. How the variables of a group are updated is `
 business, what a `ParamGroup` matches `_groups`'.
 """
 
+import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -52,6 +53,18 @@ class Group:
                 f"one. Leave one out: `keras.optimizers.{self.update.name}()`."
             )
         self.clipping = clipping or own
+
+    def twin(self, memo: dict) -> "Group":
+        """One of its own with equal state."""
+        twin = copy.copy(self)
+        twin.update = self.update and self.update.twin(memo)
+        return twin
+
+    def move(self, old: AddressBook, new: AddressBook) -> None:
+        """Goes on with a copied model, whose variables and layers are others of the same paths."""
+        self.group = self.group.resolve(old.variables, old.paths_of)
+        if self.update is not None:
+            self.update.move({path: new.variables[path] for path in self.update.variables})
 
     def clipped(self, share: dict[str, Gradient]) -> dict[str, Gradient]:
         """Its gradients within the bound; what overwrites a variable is no gradient to bound."""

@@ -4,6 +4,7 @@ The tape asks it for the seed of a backward pass and to undo it; the optimizer t
 reduced gradients were finite. One scale serves all groups and all replicas.
 """
 
+import copy
 import json
 import math
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 from tfloop import _replicas, _sparse, _traces
 from tfloop._arguments import whole_number
-from tfloop._messages import described
+from tfloop._messages import described, not_pickled
 from tfloop._paths import Variable
 from tfloop._sparse import Gradient
 
@@ -149,6 +150,21 @@ class LossScaler(tf.train.experimental.PythonState):
         scale = tf.clip_by_value(self._scale * factor, 2.0**-24, 2.0**120)
         _replicas.assign(strategy, self._scale, scale)
         _replicas.assign(strategy, self._finite_steps, steps)
+
+    def __copy__(self) -> "LossScaler":
+        """As `copy.deepcopy`: two optimizers can't share a scale."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict) -> "LossScaler":
+        """A scaler of its own with an equal state, which no optimizer owns yet."""
+        twin = type(self).fixed(1.0)
+        twin._growth_interval = self._growth_interval
+        twin.deserialize(self.serialize())
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        raise not_pickled(self)
 
     def __repr__(self) -> str:
         """The present scale, and how it grows."""

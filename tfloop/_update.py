@@ -8,7 +8,7 @@ time, and state by path that survives when the set of variables changes.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -24,6 +24,8 @@ from tfloop._given import (
     check_copy,
     clipping_of,
     copy_of,
+    exclude,
+    twin_of,
 )
 from tfloop._messages import listed
 from tfloop._paths import Variable, is_variable, tf_variable, variable_id
@@ -122,21 +124,52 @@ class GroupUpdate:
             and all(old.variables[path] is variable for path, variable in variables.items())
         ):
             return old
+        # Sought by the variable: a layer put in before others renumbers their paths.
+        known = {variable_id(variable): path for path, variable in old.variables.items()}
+        ids = {path: variable_id(variable) for path, variable in variables.items()}
+        return self._taken_over(old, variables, {p: known[i] for p, i in ids.items() if i in known})
+
+    def twin(self, memo: dict) -> "GroupUpdate":
+        """One of its own with an equal rate, for the same variables and with equal state."""
+        twin = GroupUpdate(twin_of(self.given, memo), _BUILD, fused=self.state.fused)
+        twin.state = self._taken_over(self.state, self.variables, {p: p for p in self.variables})
+        return twin
+
+    def move(self, variables: Mapping[str, Variable]) -> None:
+        """Goes on with the variables of a copied model, each by the path that it has here."""
+        decayed = filter(self._is_decayed, self.variables)
+        undecayed = [variables[path] for path in self.variables.keys() - set(decayed)]
+        same = {path: path for path in self.variables}
+        self.state = self._taken_over(self.state, variables, same, undecayed)
+
+    def _taken_over(
+        self,
+        old: "State",
+        variables: Mapping[str, Variable],
+        before: Mapping[str, str],
+        undecayed: Iterable[Variable] = (),
+    ) -> "State":
+        """State for variables, with what an older one has of them.
+
+        Args:
+          old: The older one.
+          variables: Path -> variable.
+          before: Path -> that of the same variable in the older one.
+          undecayed: What is left out of weight decay besides.
+        """
         with _replicas.scope_of(variables.values()):
             new = State(copy_of(old.optimizer, _BUILD), dict(variables), old.fused)
             if not variables:
                 return new
+            exclude(new.optimizer, undecayed)
             new.build()
         counts = old.counters()
         for name, counter in new.counters().items():
             if name in counts:
                 counter.assign(counts[name])
-        # Sought by the variable: a layer put in before others renumbers their paths.
-        known = {variable_id(variable): path for path, variable in old.variables.items()}
-        for path, variable in variables.items():
-            before = known.get(variable_id(variable))
-            if before is not None and before not in old.waiting:
-                kept = old.slots(before)
+        for path, earlier in before.items():
+            if earlier not in old.waiting:
+                kept = old.slots(earlier)
                 for name, slot in new.slots(path).items():
                     slot.assign(tf.convert_to_tensor(kept[name]))
         return new

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfloop._arguments import whole_number
-from tfloop._messages import described
+from tfloop._messages import described, not_pickled
 from tfloop._sources import ArraySource, source_of
 
 _INT64 = 2**63 - 1
@@ -179,9 +179,26 @@ class DataLoader(tf.train.experimental.PythonState):
         return self._view(self._first + count, max(self._last, self._first + count))
 
     def _view(self, first: int, last: float) -> "DataLoader":
-        view = copy.copy(self)
+        view = self._with_place(self._place)
         view._first, view._last = first, last
         return view
+
+    def _with_place(self, place: "_Place") -> "DataLoader":
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _place=place)
+        return other
+
+    def __copy__(self) -> "DataLoader":
+        """A loader over the same data with a place of its own, which begins where this one is."""
+        return self._with_place(copy.copy(self._place))
+
+    def __deepcopy__(self, memo: dict) -> "DataLoader":
+        """As `copy.copy`: data isn't state. Copied together, views share a place as before."""
+        return self._with_place(copy.deepcopy(self._place, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        raise not_pickled(self)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch, or after a restore those that were left of it.

@@ -6,6 +6,7 @@ losses, the progress bar and the history are Keras' own.
 """
 
 import contextlib
+import copy
 import itertools
 import operator
 import os
@@ -36,6 +37,7 @@ from tfloop._learner_checks import (
     check_parts,
     parts,
 )
+from tfloop._messages import not_pickled
 from tfloop._modes import train, valid
 from tfloop._optimizer import ModuleOptimizer
 from tfloop._paths import unwrap
@@ -225,6 +227,37 @@ class Learner:
             self._rate.finalize()  # as in Keras: moving averages become the weights
         events.on_train_end(logs)
         return model.history
+
+    def __copy__(self) -> "Learner":
+        """As `copy.deepcopy`: two learners can't share a window."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict) -> "Learner":
+        """A learner of its own, at the same place; the loss, which has no state, is shared."""
+        with contextlib.nullcontext() if self._strategy is None else self._strategy.scope():
+            model, optim, lr, metrics, window = copy.deepcopy(
+                [self.model, self.optim, self.lr, self.metrics[1:], self._window], memo
+            )
+        twin = type(self)(
+            model,
+            optim,
+            self.loss,
+            lr=lr,
+            metrics=metrics,
+            accumulate=self.accumulate,
+            strategy=self._strategy,
+        )
+        for metric, copied in zip(self.metrics, twin.metrics, strict=True):
+            for variable, value in zip(copied.variables, metric.variables, strict=False):
+                variable.assign(value)  # Keras copies a metric without what it has seen
+        twin._window, twin._waiting = window, self._waiting
+        twin._progress.batches = self._progress.batches
+        twin._rate.take_over(self._rate)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        raise not_pickled(self)
 
     def _go_on(self, saver: Any, data: Iterable[Any]) -> None:
         """Takes up an epoch where it was left, whatever callbacks did as it began once more."""

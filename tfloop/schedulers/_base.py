@@ -1,9 +1,11 @@
 """What every schedule shares: the base class, steps and rates as tensors, checks of arguments."""
 
 import abc
+import copy
 import inspect
 import math
 import numbers
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,9 @@ from keras.optimizers.schedules import LearningRateSchedule
 
 from tfloop._messages import described
 from tfloop._traces import not_converted
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held while state of a schedule moves: threads may move it at once, and each counts."""
 
 
 class Schedule(tf.Module, LearningRateSchedule, abc.ABC):
@@ -36,6 +41,10 @@ class Schedule(tf.Module, LearningRateSchedule, abc.ABC):
           constant of the trace.
         """
         return tf.cast(self.rate_at(as_step(step)), tf.float32)
+
+    def __copy__(self) -> "Schedule":
+        """As `copy.deepcopy`: two schedules can't share state."""
+        return copy.deepcopy(self)
 
     @abc.abstractmethod
     def rate_at(self, step: tf.Tensor) -> tf.Tensor:

@@ -1,5 +1,6 @@
 """ModuleLrScheduler: schedules for a base rate and for groups, and the count of their steps."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -8,7 +9,7 @@ import tensorflow as tf
 from tfloop import _traces
 from tfloop._arguments import whole_number
 from tfloop._groups import ParamGroup, as_group
-from tfloop.schedulers._base import as_schedule, as_step, is_number, rate_of
+from tfloop.schedulers._base import ONE_AT_A_TIME, as_schedule, as_step, is_number, rate_of
 from tfloop.schedulers._rates import ModuleLearningRate, checked_rate
 
 _BASE = "base"
@@ -111,8 +112,9 @@ class ModuleLrScheduler(tf.Module):
 
     def _advanced(self) -> tf.Tensor:
         _traces.depends_on(self)  # here too: replicas are threads, whose `peek` nobody watches
-        before = tf.identity(self.count)
-        self.count.assign_add(1)
+        with ONE_AT_A_TIME:
+            before = tf.identity(self.count)
+            self.count.assign_add(1)
         return before
 
     @_traces.not_converted
@@ -145,6 +147,10 @@ class ModuleLrScheduler(tf.Module):
     def fingerprint(self) -> object:
         """What a trace bakes in: which groups there are."""
         return len(self._routes)
+
+    def __copy__(self) -> "ModuleLrScheduler":
+        """As `copy.deepcopy`: two schedulers can't share a count."""
+        return copy.deepcopy(self)
 
     def __repr__(self) -> str:
         """The base schedule and the groups."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfloop._arguments import whole_number
 from tfloop._messages import described
 from tfloop._traces import eagerly, not_converted
-from tfloop.schedulers._base import Schedule, choice, number
+from tfloop.schedulers._base import ONE_AT_A_TIME, Schedule, choice, number
 
 _CALL = "Plateau(initial_learning_rate, ...)"
 
@@ -113,6 +113,11 @@ class Plateau(Schedule):
           RuntimeError: It is called by each of several replicas.
         """
         metric = _scalar(metric)
+        with ONE_AT_A_TIME:
+            return self._moved(metric)
+
+    def _moved(self, metric: tf.Tensor) -> tf.Tensor:
+        """Takes the metric into account."""
         left = tf.maximum(self.cooldown_left - 1, 0)
         wait = tf.where(self.cooldown_left > 0, tf.zeros_like(left), self.wait)
         if self.mode == "min":

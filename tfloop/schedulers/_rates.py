@@ -52,7 +52,7 @@ class ModuleLearningRate:
     def __init__(self, base: Any):
         self._base = checked_rate(_CALL, "base", base)
         self._groups: tuple[ParamGroup, ...] = ()
-        self._own: list[tuple[Any, Any]] = []
+        self._own: tuple[tuple[Any, Any], ...] = ()  # not changed in place: copies share it
 
     def with_group(
         self, group: ParamGroup, lr: Any = None, *, multiplier: Any = 1.0
@@ -75,7 +75,7 @@ class ModuleLearningRate:
         """
         group = as_group(_CALL_GROUP, group)
         lr = None if lr is None else checked_rate(_CALL_GROUP, "lr", lr)
-        self._own.append((lr, checked_rate(_CALL_GROUP, "multiplier", multiplier)))
+        self._own += ((lr, checked_rate(_CALL_GROUP, "multiplier", multiplier)),)
         self._groups += (group,)
         return self
 
@@ -141,7 +141,7 @@ class ModuleLearningRate:
         *own, base = components
         rates = object.__new__(cls)
         rates._base, rates._groups = base, metadata
-        rates._own = [(rate, 1.0) for rate in own]
+        rates._own = tuple((rate, 1.0) for rate in own)
         return rates
 
     def __repr__(self) -> str:
