@@ -50,6 +50,10 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     A `tf.train.Checkpoint` saves the state of every parameter by path; restoring checks
     everything before it changes anything, and doesn't depend on the order of the groups.
 
+    `copy.deepcopy` gives an optimizer of its own with equal state, for the same model or a copy of
+    it, whichever it steps first. Several threads may step one optimizer: eager steps take turns;
+    runs of compiled ones overlap, as those of every `tf.function` do.
+
     Args:
       optimizer: A `keras.optimizers.Optimizer`, its name or its config. Each group works on a copy;
         of the object given, only `learning_rate` is read later. Its `clipnorm`, `clipvalue` or
