@@ -123,6 +123,165 @@ def test_a_step_follows_a_name_by_every_route(route, jit):
     assert step.trace_count == 2
 
 
+class Stage:
+    """Has what it computes with in its class."""
+
+    level = 1.0
+
+    def scaled(self):
+        return tf.constant(self.level)
+
+
+class Later(Stage):
+    """Inherits it."""
+
+
+class Slotted:
+    __slots__ = ("level",)
+
+
+class Wider(Slotted):
+    def __init__(self):
+        self.level = 1.0
+        self.other = None
+
+
+def on_an_object():
+    stage = Stage()
+    return stage.scaled, lambda: setattr(stage, "level", 2.0)
+
+
+def on_a_subclass(monkeypatch):
+    stage = Later()
+    return stage.scaled, lambda: monkeypatch.setattr(Later, "level", 2.0, raising=False)
+
+
+def a_method_on_an_object():
+    stage = Stage()
+    return lambda: stage.scaled(), lambda: setattr(stage, "scaled", lambda: tf.constant(2.0))
+
+
+def asked_with_a_default():
+    holder = types.SimpleNamespace()
+    return lambda: tf.constant(getattr(holder, "level", 1.0)), lambda: vars(holder).update(
+        level=2.0
+    )
+
+
+def asked_whether_it_is_there():
+    holder = types.SimpleNamespace(other=None)
+    return (
+        lambda: tf.constant(2.0 if hasattr(holder, "level") else 1.0),
+        lambda: setattr(holder, "level", None),
+    )
+
+
+def a_slot_that_was_empty():
+    holder = Slotted()
+    return lambda: tf.constant(getattr(holder, "level", 1.0)), lambda: setattr(holder, "level", 2.0)
+
+
+def a_slot_beside_attributes():
+    holder = Wider()
+    return lambda: tf.constant(holder.level), lambda: setattr(holder, "level", 2.0)
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        on_an_object,
+        on_a_subclass,
+        a_method_on_an_object,
+        asked_with_a_default,
+        asked_whether_it_is_there,
+        a_slot_that_was_empty,
+        a_slot_beside_attributes,
+    ],
+)
+def test_what_an_object_gets_hides_what_its_class_or_a_default_gave(route, monkeypatch):
+    fn, change = route(monkeypatch) if route is on_a_subclass else route()
+    step = tfloop.compile(fn)
+    assert [float(step()) for _ in range(4)] == [1.0] * 4
+    change()
+    assert [float(step()) for _ in range(4)] == [2.0] * 4
+    assert step.trace_count == 2
+
+
+def test_what_an_object_gets_that_no_code_reads_from_it_costs_no_trace():
+    stage = Stage()
+    step = tfloop.compile(stage.scaled)
+    for number in range(6):
+        setattr(stage, f"note_{number}", step())
+        stage.scalar = number
+    assert step.trace_count == 1
+
+
+class Scaled(keras.layers.Layer):
+    factor = 1.0
+
+    def call(self, x):
+        return x * VALUE * self.factor
+
+
+class Clipped:
+    """A callable that a layer is given."""
+
+    def __init__(self):
+        self.most = 1.0
+
+    def __call__(self, x):
+        return x * self.most
+
+
+CLIPPED = Clipped()
+PARTS = {
+    "a layer": (Scaled, lambda patch: patch.setitem(globals(), "VALUE", 2.0)),
+    "the class of a layer": (Scaled, lambda patch: patch.setattr(Scaled, "factor", 2.0)),
+    "a call": (Scaled, lambda patch: patch.setattr(Scaled, "call", lambda self, x: x * 2.0)),
+    "a function in a layer": (
+        lambda: keras.layers.Lambda(lambda x: x * VALUE),
+        lambda patch: patch.setitem(globals(), "VALUE", 2.0),
+    ),
+    "an activation": (
+        lambda: keras.layers.Activation(lambda x: x * VALUE),
+        lambda patch: patch.setitem(globals(), "VALUE", 2.0),
+    ),
+    "a callable object in a layer": (
+        lambda: keras.layers.Activation(CLIPPED),
+        lambda patch: patch.setattr(CLIPPED, "most", 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_the_code_of_what_a_model_is_made_of_is_followed(part, functional, monkeypatch):
+    make, change = PARTS[part]
+    net = keras.Sequential([keras.Input((1,)), make()])
+    if functional:
+        entry = keras.Input((1,))
+        net = keras.Model(entry, make()(entry))
+    step = tfloop.compile(lambda x: net(x))
+    assert [float(step(tf.ones((1, 1)))[0, 0]) for _ in range(3)] == [1.0] * 3
+    change(monkeypatch)
+    assert [float(step(tf.ones((1, 1)))[0, 0]) for _ in range(3)] == [2.0] * 3
+    assert step.trace_count == 2
+
+
+def test_a_function_that_a_metric_was_given_is_followed(monkeypatch):
+    metric = keras.metrics.MeanMetricWrapper(lambda y, x: (y - x) * VALUE)
+
+    @tfloop.compile
+    def step(x):
+        metric.reset_state()
+        metric.update_state(tf.zeros((1,)), x)
+        return metric.result()
+
+    assert [float(step(tf.ones((1,)))) for _ in range(3)] == [-1.0] * 3
+    monkeypatch.setitem(globals(), "VALUE", 2.0)
+    assert float(step(tf.ones((1,)))) == -2.0
+
+
 def test_an_object_that_the_step_uses_is_exchanged():
     objects = types.SimpleNamespace(
         metric=keras.metrics.Mean(), loss=keras.losses.MeanSquaredError()

@@ -4,6 +4,7 @@ A trace keeps what it was made with. Python finds things by name each time: glob
 closures, attributes of objects, elements of containers; through helpers, methods, partials and
 callable objects. This room reads the names from the code, goes where they lead, and sees when
 one leads to something else. It asks by identity, and of plain values whether they are equal.
+The parts of a model and what these were given run, too, though the step doesn't name them.
 
 Not followed is what the code writes itself, as far as these are numbers and tensors (a count, the
 last activations, a list that these are added to); code of libraries; and what no name in the code
@@ -17,7 +18,7 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import tensorflow as tf
 
 from tfloop import _code
 from tfloop._graphs import is_model, is_variable, unwrap
+from tfloop._paths import unchecked_book
 from tfloop._settings import PLAIN, getter, is_same
 
 _OPAQUE = {"builtins", "keras", "numpy", "tensorflow", "tfloop", "sonnet"}
@@ -65,6 +67,9 @@ class Bindings:
         return None
 
 
+_Place = tuple[str, Mapping[str, Any], set[str]]
+
+
 class _Watch:
     """Some of what a mapping or a container holds.
 
@@ -98,6 +103,34 @@ class _Watch:
         return None
 
 
+class _Arrivals:
+    """Names that an object hasn't itself, but may get: then what its class has counts no more.
+
+    Args:
+      places: Owner in words, what it holds, and names.
+      is_kept: Does the code set such a value itself?
+    """
+
+    __slots__ = ("_is_kept", "_mappings", "_places", "_sizes")
+
+    def __init__(self, places: Sequence[_Place], is_kept: Callable[[str, Any], bool]) -> None:
+        self._places, self._is_kept = places, is_kept
+        self._mappings = [held for _, held, _ in places]
+        self._sizes = [*map(len, self._mappings)]
+
+    def changed(self) -> str | None:
+        """The first of the names that is held now, in words."""
+        sizes = [*map(len, self._mappings)]
+        if sizes == self._sizes:
+            return None
+        self._sizes = sizes
+        for owner, held, names in self._places:
+            for name in names.intersection(held):
+                if not self._is_kept(name, held[name]):
+                    return f"{owner}.{name}"
+        return None
+
+
 class _Search:
     """Goes wherever the names in a function lead."""
 
@@ -105,11 +138,13 @@ class _Search:
         self.models: list[Any] = []
         self._met: dict[int, Any] = {}  # an id is an identity only as long as its object lives
         self._names: set[str] = set()
+        self._asked: set[str] = set()
         self._written: set[str] = set()
         self._found: list[tuple[str, Sequence[Any], Callable[[], Sequence[Any]]]] = []
         self._containers: list[tuple[str, Sequence[Any], Callable[[], Sequence[Any]], Any]] = []
         self._led_to: dict[int, set[str]] = {}  # the names that lead to a container
-        self._holders: list[tuple[str, Any]] = []  # things with attributes
+        # Of each thing with attributes: it in words, these, and what it inherits.
+        self._holders: list[tuple[str, Mapping[str, Any], Set[str]]] = []
         self._looked: list[set[str]] = []  # for each of them: the names that were looked up
         self._modules: dict[int, tuple[dict[str, Any], set[str]]] = {}  # names of their functions
         self._home = _home(fn)
@@ -120,15 +155,15 @@ class _Search:
         while self._look_up():
             pass
 
-    def watches(self) -> tuple[_Watch, ...]:
+    def watches(self) -> tuple[_Watch | _Arrivals, ...]:
         """What is to be compared before each call."""
-        made = [_Watch(*found) for found in self._found]
+        made: list[_Watch | _Arrivals] = [_Watch(*found) for found in self._found]
         for owner, names, read, container in self._containers:
             if not (self._is_written(container) and _is_result(container)):
                 made.append(_Watch(owner, names, read))
-        named = [
-            (owner, _held(thing), names)
-            for (owner, thing), names in zip(self._holders, self._looked, strict=True)
+        named: list[_Place] = [
+            (owner, held, names)
+            for (owner, held, _), names in zip(self._holders, self._looked, strict=True)
         ]
         # Once for all functions of a module.
         named += [(m.get("__name__", "module"), m, names) for m, names in self._modules.values()]
@@ -136,7 +171,11 @@ class _Search:
             kept = [n for n in sorted(looked) if not self._keeps_for_itself(n, held[n])]
             if kept:
                 made.append(_Watch(owner, kept, _call(getter(kept), held)))
-        return tuple(made)
+        places = [
+            (owner, held, (self._names & inherited | self._asked).difference(held))
+            for owner, held, inherited in self._holders
+        ]
+        return (*made, _Arrivals([place for place in places if place[2]], self._keeps_for_itself))
 
     def _is_written(self, container: Any) -> bool:
         return not self._written.isdisjoint(self._led_to.get(id(container), ()))
@@ -149,7 +188,7 @@ class _Search:
         """Looks up all names in all holders; `False` if nothing was new."""
         is_new, number = False, 0
         while number < len(self._holders) and len(self._met) < _MOST_THINGS:
-            held, looked = _held(self._holders[number][1]), self._looked[number]
+            held, looked = self._holders[number][1], self._looked[number]
             for name in (self._names - looked).intersection(held):
                 looked.add(name)
                 is_new = True
@@ -191,6 +230,7 @@ class _Search:
             return
         names = _code.names_in(fn.__code__)
         self._names |= names.attributes
+        self._asked |= names.asked
         self._written |= names.written
         for imported in names.imported:
             self._see(sys.modules.get(imported))
@@ -226,30 +266,48 @@ class _Search:
     def _see_object(self, thing: Any) -> None:
         if is_model(thing):
             self.models.append(thing)
+            for part in unchecked_book(thing).parts():
+                self._see_given(part)
+                if id(part) not in self._met and self._is_users(type(part).__module__):
+                    self._enter(part)
         elif _is_opaque(thing):
+            self._see_given(thing)
             return
         self._enter(thing)
+
+    def _see_given(self, thing: Any) -> None:
+        """Goes on to what a thing runs though no name leads there: an activation, a constraint."""
+        for value in list(getattr(thing, "__dict__", {}).values()):
+            is_users = self._is_users(type(value).__module__) and not is_model(value)
+            if is_users or isinstance(value, (types.FunctionType, functools.partial)):
+                self._see(value)
 
     def _enter(self, thing: Any) -> None:
         """Notes a thing whose attributes names may lead to, and the classes it has them from."""
         self._met[id(thing)] = thing
         if isinstance(thing, types.ModuleType):
             if self._is_users(thing.__name__):
-                self._hold(thing.__name__, thing)
+                self._hold(thing.__name__, vars(thing))
             return
         kinds = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
-        if not isinstance(thing, type) and _held(thing):
-            self._hold(type(thing).__name__, thing)
-        for kind in kinds:
+        if not isinstance(thing, type):
+            inherited = self._names_in(kinds)
+            for held in _held(thing):
+                self._hold(type(thing).__name__, held, inherited)
+        for number, kind in enumerate(kinds):
             if self._is_users(kind.__module__) and (kind is thing or id(kind) not in self._met):
                 self._met[id(kind)] = kind
-                self._hold(kind.__name__, kind)
+                self._hold(kind.__name__, vars(kind), self._names_in(kinds[number + 1 :]))
                 # Called by the language or by a library, so named in no code.
                 self._names |= {"call", "__call__"}
 
-    def _hold(self, owner: str, thing: Any) -> None:
-        self._holders.append((owner, thing))
+    def _hold(self, owner: str, held: Mapping[str, Any], inherited: Set[str] = frozenset()) -> None:
+        self._holders.append((owner, held, inherited))
         self._looked.append(set())
+
+    def _names_in(self, kinds: Iterable[type]) -> set[str]:
+        """What the user's own among some classes have."""
+        return {name for k in kinds if self._is_users(k.__module__) for name in vars(k)}
 
     def _is_users(self, module: str | None) -> bool:
         """Is a module the user's own: neither of a library nor installed, or that of the step?"""
@@ -290,9 +348,11 @@ def _python_function(thing: Any) -> Any:
     return None if isinstance(thing, type) else getattr(thing, "python_function", None)
 
 
-def _held(thing: Any) -> Mapping[str, Any]:
-    """The attributes that a thing has by itself."""
-    return getattr(thing, "__dict__", None) or _Slots(thing)
+def _held(thing: Any) -> list[Mapping[str, Any]]:
+    """The attributes that a thing has by itself, in one or two places."""
+    held = getattr(thing, "__dict__", None)
+    has_slots = any(getattr(kind, "__slots__", ()) for kind in type(thing).__mro__)
+    return [*([] if held is None else [held]), *([_Slots(thing)] if has_slots else [])]
 
 
 class _Slots(Mapping[str, Any]):

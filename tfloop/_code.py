@@ -15,13 +15,15 @@ class Names(NamedTuple):
 
     Attributes:
       globals: Read from the module.
-      attributes: Read from objects; texts, too, where `getattr` is called.
+      attributes: Read from objects; texts, too, where `getattr` or `hasattr` is called.
+      asked: These texts alone: names that an object may lack.
       written: Set on objects or in the module, or led to a container that is changed in place.
       imported: Modules that are imported inside.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    asked: frozenset[str]
     written: frozenset[str]
     imported: frozenset[str]
 
@@ -35,7 +37,8 @@ _CHANGERS = {
 @functools.lru_cache(maxsize=8192)
 def names_in(code: types.CodeType) -> Names:
     """The names in the code of a function, and in that of functions and classes made inside."""
-    from_module, attributes, written, imported = set[str](), set[str](), set[str](), set[str]()
+    from_module, attributes, asked = set[str](), set[str](), set[str]()
+    written, imported = set[str](), set[str]()
     instructions = [*dis.get_instructions(code)]
     for number, instruction in enumerate(instructions):
         operation, name = instruction.opname, instruction.argval
@@ -50,10 +53,11 @@ def names_in(code: types.CodeType) -> Names:
             imported.add(name)
         elif "ATTR" in operation or operation in ("LOAD_METHOD", "IMPORT_FROM"):
             attributes.add(name)
-    if "getattr" in from_module or "attrgetter" in from_module | attributes:
+    if not {"getattr", "hasattr", "attrgetter"}.isdisjoint(from_module | attributes):
         texts = (const for const in code.co_consts if isinstance(const, str))
-        attributes |= {word for text in texts for word in text.split(".") if word.isidentifier()}
-    found = Names(*map(frozenset, (from_module, attributes, written, imported)))
+        asked = {word for text in texts for word in text.split(".") if word.isidentifier()}
+    read = from_module, attributes | asked, asked, written, imported
+    found = Names(*map(frozenset, read))
     inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return Names(*(first.union(*rest) for first, *rest in zip(found, *inner, strict=True)))
 
