@@ -268,6 +268,44 @@ def test_the_code_of_what_a_model_is_made_of_is_followed(part, functional, monke
     assert step.trace_count == 2
 
 
+class Strong(keras.regularizers.L2):
+    """Reads nothing by itself."""
+
+
+@pytest.mark.parametrize("kind", [keras.regularizers.L2, Strong])
+def test_the_strength_of_a_regularizer_is_followed(kind):
+    rule = kind(1.0)
+    layer = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=rule)
+    net = keras.Sequential([keras.Input((1,)), layer])
+
+    @tfloop.compile
+    def step(x):
+        return tfloop.total_loss(tf.reduce_sum(net(x)) * 0.0, net)
+
+    assert [float(step(tf.ones((1, 1)))) for _ in range(3)] == [1.0] * 3
+    rule.l2 = 2.0
+    assert [float(step(tf.ones((1, 1)))) for _ in range(3)] == [2.0] * 3
+    assert step.trace_count == 2
+
+
+def test_a_bound_that_keras_keeps_parameters_in_is_followed():
+    rule = keras.constraints.MaxNorm(1.0)
+    layer = keras.layers.Dense(1, use_bias=False, kernel_constraint=rule)
+    net = keras.Sequential([keras.Input((1,)), layer])
+    optim = tfloop.ModuleOptimizer(keras.optimizers.SGD(10.0))
+
+    @tfloop.compile
+    def step(x):
+        with tfloop.Tape() as tape:
+            loss = -tf.reduce_sum(net(x))
+        optim.step(None, net, tfloop.GradientsParams.from_grads(tape.backward(loss), net))
+
+    for bound in (1.0, 1.0, 1.0, 2.0, 2.0):
+        rule.max_value = bound
+        step(tf.ones((1, 1)))
+        assert float(layer.kernel[0, 0]) == pytest.approx(bound, rel=1e-5)
+
+
 def test_a_function_that_a_metric_was_given_is_followed(monkeypatch):
     metric = keras.metrics.MeanMetricWrapper(lambda y, x: (y - x) * VALUE)
 

@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -34,6 +35,8 @@ _OPAQUE = {"builtins", "keras", "numpy", "tensorflow", "tfloop", "sonnet"}
 _LIBRARIES = sys.stdlib_module_names | _OPAQUE
 """Whose code isn't read."""
 _INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_paths()["purelib"]})
+_TUNED = (keras.regularizers.Regularizer, keras.constraints.Constraint, keras.losses.Loss)
+"""Small things whose strength is changed on the way."""
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 _RESULTS = (*PLAIN, tf.Tensor, np.ndarray, np.generic)
 """What code may note of its own runs."""
@@ -270,7 +273,9 @@ class _Search:
                 self._see_given(part)
                 if id(part) not in self._met and self._is_users(type(part).__module__):
                     self._enter(part)
-        elif _is_opaque(thing):
+        if isinstance(thing, _TUNED):
+            self._watch_settings(thing)
+        if _is_opaque(thing) and not is_model(thing):
             self._see_given(thing)
             return
         self._enter(thing)
@@ -279,8 +284,14 @@ class _Search:
         """Goes on to what a thing runs though no name leads there: an activation, a constraint."""
         for value in list(getattr(thing, "__dict__", {}).values()):
             is_users = self._is_users(type(value).__module__) and not is_model(value)
-            if is_users or isinstance(value, (types.FunctionType, functools.partial)):
+            if is_users or isinstance(value, (types.FunctionType, functools.partial, *_TUNED)):
                 self._see(value)
+
+    def _watch_settings(self, thing: Any) -> None:
+        """Watches what a library's code reads of a thing, of which the user's code has no name."""
+        plain = [name for name, value in vars(thing).items() if isinstance(value, PLAIN)]
+        if plain:
+            self._found.append((type(thing).__name__, plain, _call(getter(plain), vars(thing))))
 
     def _enter(self, thing: Any) -> None:
         """Notes a thing whose attributes names may lead to, and the classes it has them from."""
