@@ -216,6 +216,27 @@ def test_what_an_object_gets_that_no_code_reads_from_it_costs_no_trace():
     assert step.trace_count == 1
 
 
+class Noting(keras.layers.Layer):
+    """Notes its own numbers under names that others have, too."""
+
+    def call(self, x):
+        self.value = self.factor = 0.0
+        self.value += 3.0
+        return x
+
+
+@pytest.mark.parametrize("name", ["value", "factor"])
+def test_what_a_layer_notes_hides_no_attribute_of_that_name_elsewhere(name):
+    net, holder = keras.Sequential([Noting()]), types.SimpleNamespace(value=1.0, factor=1.0)
+    step = tfloop.compile(lambda x: net(x) * holder.value * holder.factor)
+    assert [float(step(tf.ones((1, 1)))[0, 0]) for _ in range(3)] == [1.0] * 3
+    setattr(holder, name, 2.0)
+    assert float(step(tf.ones((1, 1)))[0, 0]) == 2.0
+    net.layers[0].value = 7.0  # its own, which the code sets
+    step(tf.ones((1, 1)))
+    assert step.trace_count == 2
+
+
 class Scaled(keras.layers.Layer):
     factor = 1.0
 

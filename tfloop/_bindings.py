@@ -143,11 +143,13 @@ class _Search:
         self._names: set[str] = set()
         self._asked: set[str] = set()
         self._written: set[str] = set()
+        self._owned: dict[int, Set[str]] = {}  # what functions set on their first argument
+        self._methods: set[int] = set()  # those of them that classes hold
         self._found: list[tuple[str, Sequence[Any], Callable[[], Sequence[Any]]]] = []
         self._containers: list[tuple[str, Sequence[Any], Callable[[], Sequence[Any]], Any]] = []
         self._led_to: dict[int, set[str]] = {}  # the names that lead to a container
-        # Of each thing with attributes: it in words, these, and what it inherits.
-        self._holders: list[tuple[str, Mapping[str, Any], Set[str]]] = []
+        # Of each thing with attributes: it in words, these, and the classes that it has more from.
+        self._holders: list[tuple[str, Mapping[str, Any], tuple[type, ...]]] = []
         self._looked: list[set[str]] = []  # for each of them: the names that were looked up
         self._modules: dict[int, tuple[dict[str, Any], set[str]]] = {}  # names of their functions
         self._home = _home(fn)
@@ -157,6 +159,7 @@ class _Search:
         # A name found late may be that of an attribute of what was met early.
         while self._look_up():
             pass
+        self._written.update(*(own for n, own in self._owned.items() if n not in self._methods))
 
     def watches(self) -> tuple[_Watch | _Arrivals, ...]:
         """What is to be compared before each call."""
@@ -164,28 +167,31 @@ class _Search:
         for owner, names, read, container in self._containers:
             if not (self._is_written(container) and _is_result(container)):
                 made.append(_Watch(owner, names, read))
-        named: list[_Place] = [
-            (owner, held, names)
-            for (owner, held, _), names in zip(self._holders, self._looked, strict=True)
-        ]
+        named = list(zip(self._holders, self._looked, strict=True))
         # Once for all functions of a module.
-        named += [(m.get("__name__", "module"), m, names) for m, names in self._modules.values()]
-        for owner, held, looked in named:
-            kept = [n for n in sorted(looked) if not self._keeps_for_itself(n, held[n])]
+        named += [((m.get("__name__", "module"), m, ()), n) for m, n in self._modules.values()]
+        places = []
+        for (owner, held, kinds), looked in named:
+            written = self._written_by_methods(kinds)
+            kept = [n for n in sorted(looked) if not self._keeps_for_itself(n, held[n], written)]
             if kept:
                 made.append(_Watch(owner, kept, _call(getter(kept), held)))
-        places = [
-            (owner, held, (self._names & inherited | self._asked).difference(held))
-            for owner, held, inherited in self._holders
-        ]
+            if kinds:
+                may_come = (self._names & self._names_in(kinds) | self._asked).difference(held)
+                places.append((owner, held, may_come - written))
         return (*made, _Arrivals([place for place in places if place[2]], self._keeps_for_itself))
+
+    def _written_by_methods(self, kinds: Iterable[type]) -> set[str]:
+        """The attributes that methods which were read set on objects of some classes."""
+        methods = (fn for kind in kinds for fn in vars(kind).values() if id(fn) in self._owned)
+        return {name for fn in methods for name in self._owned[id(fn)]}
 
     def _is_written(self, container: Any) -> bool:
         return not self._written.isdisjoint(self._led_to.get(id(container), ()))
 
-    def _keeps_for_itself(self, name: str, value: Any) -> bool:
+    def _keeps_for_itself(self, name: str, value: Any, written: Set[str] = frozenset()) -> bool:
         """Is it a number or tensor that the code itself writes: a count, the last activations?"""
-        return name in self._written and isinstance(value, _RESULTS)
+        return (name in self._written or name in written) and isinstance(value, _RESULTS)
 
     def _look_up(self) -> bool:
         """Looks up all names in all holders; `False` if nothing was new."""
@@ -195,6 +201,8 @@ class _Search:
             for name in (self._names - looked).intersection(held):
                 looked.add(name)
                 is_new = True
+                if isinstance(held, types.MappingProxyType):  # of a class
+                    self._methods.add(id(held[name]))
                 self._see(held[name], name)
             number += 1
         return is_new
@@ -234,6 +242,7 @@ class _Search:
         names = _code.names_in(fn.__code__)
         self._names |= names.attributes
         self._asked |= names.asked
+        self._owned[id(fn)] = names.own
         self._written |= names.written
         for imported in names.imported:
             self._see(sys.modules.get(imported))
@@ -302,18 +311,17 @@ class _Search:
             return
         kinds = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
         if not isinstance(thing, type):
-            inherited = self._names_in(kinds)
             for held in _held(thing):
-                self._hold(type(thing).__name__, held, inherited)
+                self._hold(type(thing).__name__, held, kinds)
         for number, kind in enumerate(kinds):
             if self._is_users(kind.__module__) and (kind is thing or id(kind) not in self._met):
                 self._met[id(kind)] = kind
-                self._hold(kind.__name__, vars(kind), self._names_in(kinds[number + 1 :]))
+                self._hold(kind.__name__, vars(kind), kinds[number + 1 :])
                 # Called by the language or by a library, so named in no code.
                 self._names |= {"call", "__call__"}
 
-    def _hold(self, owner: str, held: Mapping[str, Any], inherited: Set[str] = frozenset()) -> None:
-        self._holders.append((owner, held, inherited))
+    def _hold(self, owner: str, held: Mapping[str, Any], kinds: tuple[type, ...] = ()) -> None:
+        self._holders.append((owner, held, kinds))
         self._looked.append(set())
 
     def _names_in(self, kinds: Iterable[type]) -> set[str]:

@@ -17,13 +17,15 @@ class Names(NamedTuple):
       globals: Read from the module.
       attributes: Read from objects; texts, too, where `getattr` or `hasattr` is called.
       asked: These texts alone: names that an object may lack.
-      written: Set on objects or in the module, or led to a container that is changed in place.
+      own: Set on the first argument, which is the object of a method.
+      written: Set on other objects or in the module, or led to a container that is changed there.
       imported: Modules that are imported inside.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
     asked: frozenset[str]
+    own: frozenset[str]
     written: frozenset[str]
     imported: frozenset[str]
 
@@ -38,7 +40,7 @@ _CHANGERS = {
 def names_in(code: types.CodeType) -> Names:
     """The names in the code of a function, and in that of functions and classes made inside."""
     from_module, attributes, asked = set[str](), set[str](), set[str]()
-    written, imported = set[str](), set[str]()
+    own, written, imported = set[str](), set[str](), set[str]()
     instructions = [*dis.get_instructions(code)]
     for number, instruction in enumerate(instructions):
         operation, name = instruction.opname, instruction.argval
@@ -47,6 +49,8 @@ def names_in(code: types.CodeType) -> Names:
             written.add(container)
         if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
             from_module.add(name)
+        elif operation == "STORE_ATTR" and _is_first(_written_on(instructions, number), code):
+            own.add(name)
         elif operation in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"):
             written.add(name)
         elif operation == "IMPORT_NAME":
@@ -56,9 +60,11 @@ def names_in(code: types.CodeType) -> Names:
     if not {"getattr", "hasattr", "attrgetter"}.isdisjoint(from_module | attributes):
         texts = (const for const in code.co_consts if isinstance(const, str))
         asked = {word for text in texts for word in text.split(".") if word.isidentifier()}
-    read = from_module, attributes | asked, asked, written, imported
+    read = from_module, attributes | asked, asked, own, written, imported
     found = Names(*map(frozenset, read))
-    inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    inside = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    # The first argument of a function inside is another one.
+    inner = [names._replace(own=frozenset(), written=names.own | names.written) for names in inside]
     return Names(*(first.union(*rest) for first, *rest in zip(found, *inner, strict=True)))
 
 
@@ -75,3 +81,21 @@ def _changed_by(instruction: dis.Instruction, before: list[dis.Instruction]) -> 
         return None
     load = before[-back]
     return load.argval if load.opname.startswith("LOAD") and isinstance(load.argval, str) else None
+
+
+def _written_on(instructions: list[dis.Instruction], number: int) -> dis.Instruction:
+    """What loads the object that an instruction sets an attribute of, where that is near."""
+    if instructions[number - 1].opname != "SWAP":
+        return instructions[number - 1]
+    name = instructions[number].argval  # of `thing.name += value`: load, copy, read, add, set
+    for back in range(number - 2, 1, -1):
+        before = instructions[back - 1].opname
+        if before == "COPY" and instructions[back].argval == name:
+            return instructions[back - 2]
+    return instructions[number - 1]
+
+
+def _is_first(load: dis.Instruction, code: types.CodeType) -> bool:
+    """Does an instruction load the first argument?"""
+    is_local = load.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+    return is_local and code.co_argcount > 0 and load.argval == code.co_varnames[0]

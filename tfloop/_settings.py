@@ -155,7 +155,7 @@ def _written(kind: type) -> frozenset[str]:
             if isinstance(method, types.FunctionType) and _is_of_user(method):
                 found = _code.names_in(method.__code__)
                 names |= found.attributes
-                written |= found.written
+                written |= found.own | found.written
     return frozenset(written)
 
 
