@@ -24,7 +24,11 @@ def deeper():
     return tf.constant(VALUE)
 
 
-class Callable:
+class Base:
+    offset = 0.0
+
+
+class Callable(Base):
     factor = 1.0
 
     def __init__(self):
@@ -39,6 +43,16 @@ class Callable:
 
     def plain(self):
         return tf.constant(self.value)
+
+    def shifted(self):
+        return self.plain() + self.offset
+
+
+class Empty:
+    value = 1.0
+
+
+EMPTY = Empty()
 
 
 CALLABLE = Callable()
@@ -98,6 +112,30 @@ ROUTES = {
         lambda: tf.constant(CALLABLE.doubled / 2.0),
         lambda: setattr(CALLABLE, "value", 2.0),
     ),
+    "an attribute of its own in place of the class'": (
+        lambda: CALLABLE(),
+        lambda: setattr(CALLABLE, "factor", 2.0),
+    ),
+    "the first attribute of its own": (
+        lambda: tf.constant(EMPTY.value),
+        lambda: setattr(EMPTY, "value", 2.0),
+    ),
+    "a class attribute in place of the base's": (
+        CALLABLE.shifted,
+        lambda: setattr(Callable, "offset", 1.0),
+    ),
+    "a method of its own": (
+        CALLABLE.shifted,
+        lambda: setattr(CALLABLE, "plain", lambda: tf.constant(2.0)),
+    ),
+    "an attribute that was optional": (
+        lambda: tf.constant(getattr(HOLDER, "extra", 1.0)),
+        lambda: setattr(HOLDER, "extra", 2.0),
+    ),
+    "a global in place of a builtin": (
+        lambda: tf.constant(float(sum([1.0]))),
+        bound("sum", lambda _: 2.0),
+    ),
     "a method": (CALLABLE.plain, lambda: setattr(CALLABLE, "value", 2.0)),
     "a closure": closed(),
 }
@@ -109,6 +147,17 @@ def _as_it_was(monkeypatch):
         monkeypatch.setitem(globals(), name, globals()[name])
     monkeypatch.setattr(Callable, "factor", 1.0)
     HOLDER.value = CALLABLE.value = TABLE["value"] = 1.0
+    yield
+    for holder, name in (
+        (CALLABLE, "factor"),
+        (CALLABLE, "plain"),
+        (Callable, "offset"),
+        (EMPTY, "value"),
+        (HOLDER, "extra"),
+    ):
+        if name in vars(holder):
+            delattr(holder, name)
+    globals().pop("sum", None)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -629,3 +678,15 @@ def test_the_only_attribute_of_a_module_is_followed():
     assert [float(step(1.0)) for _ in range(3)] == [2.0] * 3
     bare.factor = 3.0
     assert float(step(1.0)) == 3.0
+
+
+def test_what_a_step_does_not_ask_for_may_come_to_its_holders():
+    step = tfloop.compile(CALLABLE.shifted)
+    step()
+    CALLABLE.log = []
+    globals()["unrelated"] = 1.0
+    try:
+        assert float(step()) == 1.0
+        assert step.trace_count == 1
+    finally:
+        del CALLABLE.log, globals()["unrelated"]

@@ -83,6 +83,40 @@ def test_methods_have_a_step_for_each_instance():
     assert isinstance(Trainer.step, type(two.step))
 
 
+@pytest.mark.parametrize("overridden", ["by a compiled method", "by a plain one"])
+def test_a_method_that_overrides_a_compiled_one_calls_it_by_super(overridden):
+    """Each class has a step of its own on an instance; none takes the place of another."""
+
+    class Parent:
+        def __init__(self, value):
+            self.value = value
+
+        @tfloop.compile
+        def step(self, x):
+            return x * self.value
+
+    def step(self, x):
+        return super(Child, self).step(x) + 1.0
+
+    made = tfloop.compile(step) if overridden == "by a compiled method" else step
+    Child = type("Child", (Parent,), {"step": made})  # noqa: N806
+    Grandchild = type("Grandchild", (Child,), {})  # noqa: N806
+    for kind in (Child, Grandchild):
+        one, other = kind(2.0), kind(5.0)
+        twin = copy.copy(one)
+        assert [float(o.step(3.0)) for o in (one, other, twin, Parent(4.0)) * 3] == [
+            7,
+            16,
+            7,
+            12,
+        ] * 3
+        twin.value, deep = 3.0, copy.deepcopy(other)
+        deep.value = 6.0
+        assert [float(o.step(3.0)) for o in (one, twin, other, deep) * 3] == [7, 10, 16, 19] * 3
+        if overridden == "by a compiled method":
+            assert one.step.trace_count == 1
+
+
 def test_methods_of_models_and_copies_work():
     class Net(keras.Model):
         def __init__(self):

@@ -107,7 +107,9 @@ class _Watch:
 
 
 class _Arrivals:
-    """Names that an object hasn't itself, but may get: then what its class has counts no more.
+    """Names that an object or a module hasn't itself, but may get.
+
+    Then what its class or the builtins have under the name counts no more.
 
     Args:
       places: Owner in words, what it holds, and names.
@@ -168,9 +170,12 @@ class _Search:
             if not (self._is_written(container) and _is_result(container)):
                 made.append(_Watch(owner, names, read))
         named = list(zip(self._holders, self._looked, strict=True))
+        places: list[_Place] = []
         # Once for all functions of a module.
-        named += [((m.get("__name__", "module"), m, ()), n) for m, n in self._modules.values()]
-        places = []
+        for module, read in self._modules.values():
+            owner = module.get("__name__", "module")
+            named.append(((owner, module, ()), read.intersection(module)))
+            places.append((owner, module, read.difference(module)))  # builtins, for one
         for (owner, held, kinds), looked in named:
             written = self._written_by_methods(kinds)
             kept = [n for n in sorted(looked) if not self._keeps_for_itself(n, held[n], written)]
@@ -260,7 +265,7 @@ class _Search:
             )
         module = fn.__globals__
         outside = {name: module[name] for name in sorted(names.globals) if name in module}
-        self._modules.setdefault(id(module), (module, set()))[1].update(outside)
+        self._modules.setdefault(id(module), (module, set()))[1].update(names.globals)
         for name, thing in (*inside.items(), *outside.items()):
             self._see(thing, name)
 

@@ -10,7 +10,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import tensorflow as tf
 
@@ -244,10 +244,13 @@ class CompiledStep:
         # the instance finds it, too, but bound to the original.
         name = self._attribute or ""
         kept = held.get(name)
-        if isinstance(kept, CompiledStep) and kept._owner is self:
+        if not self._has_made(kept):
+            name = self._kept_as(type(instance))
+            kept = held.get(name)
+        if self._has_made(kept):
             if getattr(kept.python_function, "__self__", None) is instance:
                 return kept
-        elif name in held:
+        elif name in held and name == self._attribute:
             return kept  # set by the user
         bound = CompiledStep(
             self.python_function.__get__(instance, owner), self._jit_compile, self._strategy
@@ -255,6 +258,18 @@ class CompiledStep:
         bound._owner = self
         held[name] = bound
         return bound
+
+    def _has_made(self, kept: Any) -> "TypeGuard[CompiledStep]":
+        return isinstance(kept, CompiledStep) and kept._owner is self
+
+    def _kept_as(self, kind: type) -> str:
+        """What an instance keeps its step as: its name, unless that is a step of another class.
+
+        So it is where one method overrides another and calls it by `super()`.
+        """
+        name = self._attribute or ""
+        found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), self)
+        return name if found is self else f"{name}@{id(self):x}"
 
     # With this a class' own step is asked before what the instance holds.
     def __set__(self, instance: Any, value: Any) -> None:
