@@ -172,10 +172,10 @@ class _Search:
         named = list(zip(self._holders, self._looked, strict=True))
         places: list[_Place] = []
         # Once for all functions of a module.
-        for module, read in self._modules.values():
+        for module, asked in self._modules.values():
             owner = module.get("__name__", "module")
-            named.append(((owner, module, ()), read.intersection(module)))
-            places.append((owner, module, read.difference(module)))  # builtins, for one
+            named.append(((owner, module, ()), asked.intersection(module)))
+            places.append((owner, module, asked.difference(module)))  # builtins, for one
         for (owner, held, kinds), looked in named:
             written = self._written_by_methods(kinds)
             kept = [n for n in sorted(looked) if not self._keeps_for_itself(n, held[n], written)]
