@@ -43,6 +43,16 @@ def test_by_norm_bounds_each_gradient_alone(mode):
         np.testing.assert_allclose(one, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("clipping", [by_norm(1.0), by_global_norm(1.0)], ids=str)
+def test_numerics_may_be_checked_around_a_sound_clipping(clipping):
+    tf.debugging.enable_check_numerics()
+    try:
+        (found,) = clip(clipping, [[3.0, 4.0]], "graph")
+    finally:
+        tf.debugging.disable_check_numerics()
+    np.testing.assert_allclose(found, [0.6, 0.8], rtol=1e-6)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_by_global_norm_bounds_all_gradients_together(mode):
     found = clip(by_global_norm(6.5), [[3.0, 4.0], [[12.0]]], mode)  # the norm is 13

@@ -18,7 +18,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from replica_claims import CLIPPINGS, IDS, NUMBERS, ONE, TARGETS, assert_equal_runs, mixed_model
+from replica_claims import (
+    CLIPPINGS,
+    IDS,
+    NUMBERS,
+    ONE,
+    TARGETS,
+    assert_equal_runs,
+    mixed_model,
+    squares_step,
+)
 
 import tfloop
 from tfloop import GradientsAccumulator, GradientsParams, ModuleOptimizer
@@ -125,15 +134,7 @@ def dense_steps(strategy, optimizer="adam", **options):
         net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
         net.set_weights([NUMBERS[0][:, None], NUMBERS[1][:1]])
     optim = ModuleOptimizer(optimizer, **options)
-
-    @tfloop.compile(strategy=strategy)
-    def step(x):
-        with tfloop.Tape() as tape:
-            loss = tf.reduce_mean(net(x) ** 2)
-        optim.step(0.1, net, GradientsParams.from_grads(tape.backward(loss), net))
-        return loss
-
-    return net, optim, step
+    return net, optim, squares_step(strategy, net, optim)
 
 
 def windowed(strategy, net, optim, how):

@@ -281,15 +281,15 @@ class _Search:
             self._see(element)
 
     def _see_object(self, thing: Any) -> None:
+        if isinstance(thing, _TUNED):
+            self._watch_settings(thing)
         if is_model(thing):
             self.models.append(thing)
             for part in unchecked_book(thing).parts():
                 self._see_given(part)
                 if id(part) not in self._met and self._is_users(type(part).__module__):
                     self._enter(part)
-        if isinstance(thing, _TUNED):
-            self._watch_settings(thing)
-        if _is_opaque(thing) and not is_model(thing):
+        elif _is_opaque(thing):
             self._see_given(thing)
             return
         self._enter(thing)

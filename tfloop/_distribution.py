@@ -239,7 +239,9 @@ def _means(strategy: Any, values: list[list[tf.Tensor]], counts: Any) -> list[tf
     totals = [tf.add_n(parts) for parts in (*shares, *wide, *counted)]
     *totals, weight, number = _over_workers(strategy, totals)
     return [
-        tf.cast(tf.where(weight > 0, share / weight, alike / number), row[0].dtype)
+        tf.cast(
+            tf.where(weight > 0, tf.math.divide_no_nan(share, weight), alike / number), row[0].dtype
+        )
         for share, alike, row in zip(totals[: len(wide)], totals[len(wide) :], values, strict=True)
     ]
 

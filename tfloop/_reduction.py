@@ -164,7 +164,7 @@ def mean_of_parts(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     weights = tf.where(sound, weights, tf.zeros_like(weights))
     shares = tf.reshape(weights, [-1] + [1] * (parts.shape.rank - 1))
     weight = tf.reduce_sum(weights)
-    mean = tf.reduce_sum(tf.math.multiply_no_nan(parts, shares), 0) / weight
+    mean = tf.math.divide_no_nan(tf.reduce_sum(tf.math.multiply_no_nan(parts, shares), 0), weight)
     alike = tf.reduce_all(tf.equal(parts, parts[:1]))
     return tf.where(tf.logical_or(alike, weight <= 0), parts[0], mean)
 

@@ -44,7 +44,7 @@ class Settings:
         for thing in things:
             names, held = _names(thing), vars(thing)
             if names:
-                containers = [name for name in names if isinstance(held[name], _CONTAINERS)]
+                containers = [name for name in names if _can_change(held[name])]
                 self._rows.append((weakref.ref(thing), getter(names), containers))
 
     def things(self) -> list[Any]:
@@ -108,6 +108,12 @@ def getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...
         return operator.itemgetter(*names)
     (name,) = names
     return lambda held: (held[name],)
+
+
+def _can_change(value: Any) -> bool:
+    """Can what it holds be another though it is the same? A tuple of plain values stays."""
+    inner = isinstance(value, tuple) and any(map(_can_change, value))
+    return inner or isinstance(value, (list, dict))
 
 
 def _contents(container: Any) -> list[Any]:

@@ -1529,3 +1529,48 @@ def loss_object_rebound(kit):
         loss = keras.losses.MeanAbsoluteError()
 
     return World(lambda batch: loss(batch[1], batch[0][:, :2]), change=change, bare=True)
+
+
+class Factor:
+    """Has its factor from its class, until it gets one of its own."""
+
+    factor = 2.0
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+@program(changes=True, bare=True)
+def attribute_that_hides_that_of_the_class(kit):
+    factor = Factor()
+    return World(lambda x: factor(x), change=lambda w: setattr(factor, "factor", 3.0), bare=True)
+
+
+@training(changes=True, copies=False)  # Keras doesn't find a local function again.
+def code_of_an_activation_rebound(kit):
+    inner = tf.tanh
+
+    def activation(x):
+        return inner(x)
+
+    def change(w):
+        nonlocal inner
+        inner = tf.sin
+
+    return trains(kit, network(layers.Dense(2, activation)), change=change)
+
+
+@training(changes=True, rowwise=False)
+def strength_of_a_regularizer_changed(kit):
+    net = network(layers.Dense(2, kernel_regularizer=keras.regularizers.L2(0.1)))
+
+    def step(w, batch):
+        x, y = batch
+        return kit.step(
+            w.optim, w.net, lambda: mse(kit.train(w.net)(x), y) + tf.add_n(w.net.losses)
+        )
+
+    def change(w):
+        w.net.layers[1].kernel_regularizer.l2 = 0.5
+
+    return World(step, net=net, optim=kit.optim(net, sgd()), change=change)
