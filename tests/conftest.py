@@ -12,11 +12,12 @@ import pytest  # noqa: E402 - after the settings
 def _plain(monkeypatch):
     """With TFLOOP_TEST_PLAIN=1 every fast path is off: what holds, holds without them."""
     if os.environ.get("TFLOOP_TEST_PLAIN"):
-        from tfloop import _cells, _launch, _update
+        from tfloop._compile import launch
+        from tfloop._optimizer import fused, update
 
-        monkeypatch.setattr(_cells, "_FEW", 10**9)
-        monkeypatch.setattr(_launch, "_gains", lambda concrete: False)
-        monkeypatch.setattr(_update, "_LARGE", 2**62)
+        monkeypatch.setattr(fused, "_FEW", 10**9)
+        monkeypatch.setattr(launch, "_gains", lambda concrete: False)
+        monkeypatch.setattr(update, "_LARGE", 2**62)
 
 
 # The files that take longest. A file is one worker's; a long one left for the end would have the

@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfloop
-from tfloop import GradientsParams, Tape, _traces
+from tfloop import GradientsParams, Tape
+from tfloop._tracing import traces
 
 (cpu,) = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -52,7 +53,7 @@ def each(context):
 
 @tf.function
 def run(ids):
-    with _traces.recording() as found:
+    with traces.recording() as found:
         grads = strategy.run(gradients, (ids,))
     noted.append(len(found))
     return grads

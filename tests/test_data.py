@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfloop
-from tfloop import _sources
+from tfloop.data import _sources
 
 Pair = collections.namedtuple("Pair", "x y")
 

@@ -14,8 +14,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfloop._groups import ParamGroup, as_group, near_misses
-from tfloop._modes import train, valid
+from tfloop._groups.group import ParamGroup, as_group, near_misses
+from tfloop._model.modes import train, valid
 
 PATHS = (
     "encoder.dense.kernel",

@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 import tfloop
-from tfloop import GradientsParams, ModuleOptimizer, _launch
+from tfloop import GradientsParams, ModuleOptimizer
+from tfloop._compile import launch
 
 
 @pytest.fixture
@@ -220,7 +221,7 @@ def test_a_step_may_be_launched_from_many_threads(short):
 
 def test_the_way_is_chosen_by_the_graph():
     def gains(fn, *specs):
-        return _launch._gains(tf.function(fn).get_concrete_function(*specs))
+        return launch._gains(tf.function(fn).get_concrete_function(*specs))
 
     small, large = tf.TensorSpec((4, 4)), tf.TensorSpec((1024, 1024))
     assert gains(lambda x: x @ x, small)
@@ -238,7 +239,7 @@ def test_training_is_the_same_on_both_ways(short, monkeypatch, jit):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
         optim = ModuleOptimizer(keras.optimizers.Adam())
         if way == "ordinary":
-            monkeypatch.setattr(_launch, "_gains", lambda concrete: False)
+            monkeypatch.setattr(launch, "_gains", lambda concrete: False)
 
         @tfloop.compile(jit_compile=jit)
         def step(x, lr, model=model, optim=optim):

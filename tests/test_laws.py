@@ -17,7 +17,7 @@ from helpers import (
 )
 
 import tfloop
-from tfloop._paths import is_variable, tf_variable, variable_id
+from tfloop._model.paths import is_variable, tf_variable, variable_id
 
 STEPS = 3
 RATE = 0.0625

@@ -7,8 +7,8 @@ import tensorflow as tf
 from keras.optimizers.schedules import CosineDecay, ExponentialDecay, PolynomialDecay
 from processes import run
 
-from tfloop import _traces
-from tfloop._groups import ParamGroup
+from tfloop._groups.group import ParamGroup
+from tfloop._tracing import traces
 from tfloop.schedulers import Plateau, Warmup
 from tfloop.schedulers._module import ModuleLrScheduler
 from tfloop.schedulers._rates import ModuleLearningRate
@@ -299,7 +299,7 @@ def test_a_new_group_makes_watched_traces_stale(rates):
 
     @tf.function
     def step():
-        with _traces.recording() as read:
+        with traces.recording() as read:
             (rates.step() if isinstance(rates, ModuleLrScheduler) else rates).rate_of(("w",))
         found.update(read)
 
@@ -397,7 +397,7 @@ import tensorflow as tf
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 from keras.optimizers.schedules import PolynomialDecay
-from tfloop import _traces
+from tfloop._tracing import traces
 from tfloop.schedulers import Plateau
 from tfloop.schedulers._module import ModuleLrScheduler
 
@@ -411,7 +411,7 @@ for scheduler in (outside, inside):
     def step():
         return strategy.run(lambda: scheduler.step().base)
 
-    with _traces.recording() as found:
+    with traces.recording() as found:
         step.get_concrete_function()
     assert id(scheduler) in found
     for at in range(3):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfloop import _messages
+from tfloop._checks import messages
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from tfloop import _messages
     ],
 )
 def test_lists_show_five_names_and_count_the_rest(names, text):
-    assert _messages.listed(names) == text
+    assert messages.listed(names) == text
 
 
 KNOWN = ["encoder.layernorm.gamma", "encoder.dense.kernel", "head.kernel", "head.bias"]
@@ -40,20 +40,20 @@ KNOWN = ["encoder.layernorm.gamma", "encoder.dense.kernel", "head.kernel", "head
     ],
 )
 def test_near_misses_ignore_case_and_punctuation(wanted, near):
-    assert _messages.near_misses(wanted, KNOWN)[: len(near)] == near
-    assert bool(_messages.near_misses(wanted, KNOWN)) == bool(near)
+    assert messages.near_misses(wanted, KNOWN)[: len(near)] == near
+    assert bool(messages.near_misses(wanted, KNOWN)) == bool(near)
 
 
 def test_near_misses_are_few_and_the_best_comes_first():
     many = [f"block_{i}.kernel" for i in range(20)]
-    assert len(_messages.near_misses("block.kernel", many)) == 3
-    assert _messages.near_misses("block_7.kernel", many)[0] == "block_7.kernel"
-    assert _messages.near_misses("x", []) == []
+    assert len(messages.near_misses("block.kernel", many)) == 3
+    assert messages.near_misses("block_7.kernel", many)[0] == "block_7.kernel"
+    assert messages.near_misses("x", []) == []
 
 
 def test_a_question_is_asked_only_where_something_is_near():
-    assert _messages.did_you_mean("head.bia", KNOWN).startswith(" Did you mean 'head.bias'")
-    assert _messages.did_you_mean("xyzzy", KNOWN) == ""
+    assert messages.did_you_mean("head.bia", KNOWN).startswith(" Did you mean 'head.bias'")
+    assert messages.did_you_mean("xyzzy", KNOWN) == ""
 
 
 class Named:
@@ -79,10 +79,10 @@ class Named:
     ],
 )
 def test_things_are_named_as_their_owner_would(thing, text):
-    assert _messages.described(thing) == text
+    assert messages.described(thing) == text
 
 
 def test_models_variables_and_tensors_are_named_by_kind():
-    assert _messages.described(keras.layers.Dense(2, name="d")) == "'d' (Dense)"
-    assert _messages.described(tf.Variable(1.0, name="w")) == "'w:0' (ResourceVariable)"
-    assert "EagerTensor" in _messages.described(tf.constant(1.0))
+    assert messages.described(keras.layers.Dense(2, name="d")) == "'d' (Dense)"
+    assert messages.described(tf.Variable(1.0, name="w")) == "'w:0' (ResourceVariable)"
+    assert "EagerTensor" in messages.described(tf.constant(1.0))

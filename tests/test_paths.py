@@ -14,7 +14,7 @@ from helpers import ZOO, Affine, Block, built, message, rows
 
 import tfloop
 from tfloop import ParamGroup, named_parameters, named_variables
-from tfloop._paths import _BOOKS, address_book, variables_below
+from tfloop._model.paths import _BOOKS, address_book, variables_below
 
 layers = keras.layers
 

@@ -19,7 +19,8 @@ from optimizer_helpers import (
 )
 
 import tfloop
-from tfloop import GradientsParams, ModuleOptimizer, ParamGroup, _record
+from tfloop import GradientsParams, ModuleOptimizer, ParamGroup
+from tfloop._optimizer import record
 
 EMBEDDINGS, KERNEL, BIAS = "embedding.embeddings", "dense.kernel", "dense.bias"
 NAME = ParamGroup.from_name
@@ -346,8 +347,8 @@ def test_a_record_is_one_line_of_json_and_raw_values():
 
 def test_load_assigns_what_dump_wrote():
     source, target = tf.Variable([1.0, 2.0]), tf.Variable([0.0, 0.0])
-    record = [_record.GroupRecord("SGD", {"a/b": {"momentums": source}}, {})]
-    _record.load(
-        _record.dump(record), [_record.GroupRecord("SGD", {"a/b": {"momentums": target}}, {})]
+    records = [record.GroupRecord("SGD", {"a/b": {"momentums": source}}, {})]
+    record.load(
+        record.dump(records), [record.GroupRecord("SGD", {"a/b": {"momentums": target}}, {})]
     )
     np.testing.assert_array_equal(target, [1.0, 2.0])

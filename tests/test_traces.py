@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from processes import SILENCE
 
-from tfloop import _traces
+from tfloop._tracing import traces
 
 
 class State:
@@ -22,7 +22,7 @@ def recorded(fn, **options):
     found = []
 
     def step(*args):
-        with _traces.recording() as noted:
+        with traces.recording() as noted:
             fn(*args)
             found.append(dict(noted))
         return tf.constant(0)
@@ -35,9 +35,9 @@ def test_what_a_trace_reads_is_noted_once():
     state, other = State(), State()
 
     def step():
-        _traces.depends_on(state)
-        _traces.depends_on(other)
-        _traces.depends_on(state)
+        traces.depends_on(state)
+        traces.depends_on(other)
+        traces.depends_on(state)
 
     assert recorded(step) == [state, other]
     assert recorded(step, jit_compile=True) == [state, other]
@@ -45,14 +45,14 @@ def test_what_a_trace_reads_is_noted_once():
 
 def test_nothing_is_noted_outside_a_watched_trace():
     state = State()
-    _traces.depends_on(state)
-    assert not _traces.is_recorded()
+    traces.depends_on(state)
+    assert not traces.is_recorded()
     foreign = []
 
     @tf.function
     def step():
-        _traces.depends_on(state)
-        foreign.append(_traces.is_recorded())
+        traces.depends_on(state)
+        foreign.append(traces.is_recorded())
 
     step()
     assert foreign == [False]
@@ -62,17 +62,17 @@ def test_only_the_watched_trace_itself_is_checked_before_each_call():
     found = {}
 
     def step():
-        found["itself"] = _traces.is_current()
+        found["itself"] = traces.is_current()
 
         @tf.function
         def own():
-            found["a function of the user's"] = _traces.is_current()
+            found["a function of the user's"] = traces.is_current()
 
         own()
 
     recorded(step)
     assert found == {"itself": True, "a function of the user's": False}
-    assert not _traces.is_current()
+    assert not traces.is_current()
 
 
 def test_graphs_inside_the_trace_belong_to_it():
@@ -81,20 +81,20 @@ def test_graphs_inside_the_trace_belong_to_it():
     def step():
         @tf.function
         def inner():
-            _traces.depends_on(inner_states[0])
+            traces.depends_on(inner_states[0])
             return tf.constant(1.0)
 
         def branch():
-            _traces.depends_on(inner_states[1])
+            traces.depends_on(inner_states[1])
             return inner()
 
         def body(i):
-            _traces.depends_on(inner_states[2])
+            traces.depends_on(inner_states[2])
             return i + 1
 
         tf.cond(tf.constant(True), branch, lambda: tf.constant(0.0))
         tf.while_loop(lambda i: i < 2, body, [tf.constant(0)])
-        _traces.depends_on(state)
+        traces.depends_on(state)
 
     assert set(map(id, recorded(step))) == {id(s) for s in (state, *inner_states)}
 
@@ -106,13 +106,13 @@ def test_a_recorder_inside_another_notes_for_both():
     def step():
         @tf.function
         def inner():
-            with _traces.recording() as noted:
-                _traces.depends_on(state)
+            with traces.recording() as noted:
+                traces.depends_on(state)
                 inner_found.append(dict(noted))
             return tf.constant(0)
 
         inner()
-        assert _traces.is_recorded()
+        assert traces.is_recorded()
 
     assert recorded(step) == [state]
     assert list(inner_found[0].values()) == [state]
@@ -127,7 +127,7 @@ def test_replica_threads_note_for_the_trace_they_belong_to():
 
         def replica():
             with graph.as_default():
-                _traces.depends_on(state)
+                traces.depends_on(state)
 
         thread = threading.Thread(target=replica)
         thread.start()
@@ -147,8 +147,8 @@ def test_traces_in_other_threads_are_kept_apart():
     thread = threading.Thread(target=lambda: found.append(recorded(slow)))
     thread.start()
     assert inside.wait(SILENCE)
-    assert not _traces.is_recorded()
-    assert recorded(lambda: _traces.depends_on(state)) == [state]
+    assert not traces.is_recorded()
+    assert recorded(lambda: traces.depends_on(state)) == [state]
     done.set()
     thread.join()
     assert found == [[]]
@@ -158,23 +158,23 @@ def test_a_recorder_ends_with_its_block_even_if_that_raises():
     @tf.function
     def step():
         try:
-            with _traces.recording():
+            with traces.recording():
                 raise KeyError("x")
         except KeyError:
             pass
-        assert not _traces.is_recorded()
+        assert not traces.is_recorded()
 
     step()
 
 
 def test_steps_within_steps_work_while_functions_run_eagerly():
     state = State()
-    with _traces.recording() as outer:
-        with _traces.recording():
-            _traces.depends_on(state)
-        _traces.depends_on(state)
+    with traces.recording() as outer:
+        with traces.recording():
+            traces.depends_on(state)
+        traces.depends_on(state)
     assert outer == {}
-    with _traces.recording():
+    with traces.recording():
         pass
 
 
@@ -183,7 +183,7 @@ def test_variables_can_be_made_on_every_trace():
 
     @tf.function
     def step(x):
-        made.append(_traces.eagerly(lambda: tf.Variable(1.0)))
+        made.append(traces.eagerly(lambda: tf.Variable(1.0)))
         return made[-1] + x
 
     assert float(step(tf.constant(1.0))) == 2.0
@@ -196,7 +196,7 @@ def test_variables_can_be_made_on_every_trace():
 
 def test_eager_code_runs_where_it_is():
     here = []
-    assert _traces.eagerly(lambda: here.append(threading.current_thread()) or 5) == 5
+    assert traces.eagerly(lambda: here.append(threading.current_thread()) or 5) == 5
     assert here == [threading.current_thread()]
 
 
@@ -207,14 +207,14 @@ def test_what_is_raised_outside_the_trace_arrives_inside(error):
 
     @tf.function
     def step():
-        _traces.eagerly(fail)
+        traces.eagerly(fail)
 
     with pytest.raises(type(error)):
         step()
 
 
 def test_autograph_stays_out_of_functions_that_say_so():
-    @_traces.not_converted
+    @traces.not_converted
     def ours(x):
         """Ours."""
         return "converted" if not isinstance(x, tf.Tensor) else bool(x.shape.rank == 0)
@@ -227,4 +227,4 @@ def test_autograph_stays_out_of_functions_that_say_so():
     assert ours(tf.constant(1.0))
     assert int(tf.function(python_condition)(tf.constant(1.0))) == 1
     with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
-        tf.function(_traces.not_converted(python_condition))(tf.constant(1.0))
+        tf.function(traces.not_converted(python_condition))(tf.constant(1.0))

@@ -5,22 +5,22 @@ The front door: every public name, and nothing else.
 
 from importlib.metadata import version as _version
 
-from tfloop import _as_keras as _as_keras  # registers with Keras, for `load_model`
 from tfloop import flags, schedulers
-from tfloop._accumulate import GradientsAccumulator
-from tfloop._backward import Gradients
-from tfloop._checkpoint import Checkpoint
-from tfloop._clipping import GradientClipping
-from tfloop._compile import compile  # noqa: A004
-from tfloop._copies import blend, to_device
-from tfloop._gradients import GradientsParams
-from tfloop._groups import ParamGroup
-from tfloop._microbatch import microbatch
-from tfloop._modes import train, valid
-from tfloop._optimizer import ModuleOptimizer
-from tfloop._paths import named_parameters, named_variables
-from tfloop._scaling import LossScaler
-from tfloop._tape import Tape, total_loss
+from tfloop._accumulation.accumulator import GradientsAccumulator
+from tfloop._accumulation.microbatch import microbatch
+from tfloop._checkpoint.checkpoint import Checkpoint
+from tfloop._compile.step import compile  # noqa: A004
+from tfloop._gradients.gradients import Gradients
+from tfloop._gradients.params import GradientsParams
+from tfloop._gradients.scaling import LossScaler
+from tfloop._gradients.tape import Tape, total_loss
+from tfloop._groups.group import ParamGroup
+from tfloop._model.copies import blend, to_device
+from tfloop._model.modes import train, valid
+from tfloop._model.paths import named_parameters, named_variables
+from tfloop._optimizer.as_keras import GroupedOptimizer as _GroupedOptimizer  # noqa: F401
+from tfloop._optimizer.clipping import GradientClipping
+from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop.config import AdamConfig, Config, OptimizerConfig
 from tfloop.data import DataLoader
 from tfloop.learner import Learner

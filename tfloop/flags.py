@@ -20,9 +20,9 @@ from typing import Any, Literal
 import absl.flags
 from pydantic.fields import FieldInfo
 
-from tfloop._config_errors import read_json
-from tfloop._messages import described
-from tfloop.config import Config, default_of, from_json, nested_class
+from tfloop._checks.messages import described
+from tfloop.config._config import Config, default_of, from_json, nested_class
+from tfloop.config._errors import read_json
 
 # absl then lists the flags under the module that calls `define_config`, where --help looks.
 absl.flags.disclaim_key_flags()

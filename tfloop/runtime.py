@@ -9,8 +9,8 @@ import os
 import keras
 import tensorflow as tf
 
-from tfloop._arguments import whole_number
-from tfloop._messages import described, listed
+from tfloop._checks.arguments import whole_number
+from tfloop._checks.messages import described, listed
 
 _LARGEST = 2**32 - 1  # NumPy takes no larger one.
 _MOST_CPU_PARTS = 16  # Tracing a step takes as many times as long, before the first one runs.

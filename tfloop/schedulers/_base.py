@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
-from tfloop._messages import described
-from tfloop._traces import not_converted
+from tfloop._checks.messages import described
+from tfloop._tracing.traces import not_converted
 
 ONE_AT_A_TIME = threading.RLock()
 """Held while state of a schedule moves: threads may move it at once, and each counts."""

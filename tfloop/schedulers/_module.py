@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfloop import _traces
-from tfloop._arguments import whole_number
-from tfloop._groups import ParamGroup, as_group
+from tfloop._checks.arguments import whole_number
+from tfloop._groups.group import ParamGroup, as_group
+from tfloop._tracing import traces
 from tfloop.schedulers._base import ONE_AT_A_TIME, as_schedule, as_step, is_number, rate_of
 from tfloop.schedulers._rates import ModuleLearningRate, checked_rate
 
@@ -53,7 +53,7 @@ class ModuleLrScheduler(tf.Module):
         super().__init__()
         self._schedules = {_BASE: as_schedule("ModuleLrScheduler(schedule)", schedule)}
         self._routes: list[_Route] = []
-        self.count = _traces.eagerly(
+        self.count = traces.eagerly(
             lambda: tf.Variable(0, dtype=tf.int64, trainable=False, name="count")
         )
 
@@ -94,7 +94,7 @@ class ModuleLrScheduler(tf.Module):
             key = f"{group} {number}"
         return key
 
-    @_traces.not_converted
+    @traces.not_converted
     def step(self) -> ModuleLearningRate:
         """Gives the rates at the present count, the initial ones first, and counts one more.
 
@@ -111,13 +111,13 @@ class ModuleLrScheduler(tf.Module):
         return self.peek(self._advanced())
 
     def _advanced(self) -> tf.Tensor:
-        _traces.depends_on(self)  # here too: replicas are threads, whose `peek` nobody watches
+        traces.depends_on(self)  # here too: replicas are threads, whose `peek` nobody watches
         with ONE_AT_A_TIME:
             before = tf.identity(self.count)
             self.count.assign_add(1)
         return before
 
-    @_traces.not_converted
+    @traces.not_converted
     def peek(self, step: Any) -> ModuleLearningRate:
         """Gives the rates that `step()` would give at a count of `step`, without counting.
 
@@ -135,7 +135,7 @@ class ModuleLrScheduler(tf.Module):
         """
         if is_number(step):
             step = whole_number("ModuleLrScheduler.peek(step)", "step", step, least=0, fix="0")
-        _traces.depends_on(self)
+        traces.depends_on(self)
         at = as_step(step)
         own = {key: rate_of(schedule, at) for key, schedule in self._schedules.items()}
         rates = ModuleLearningRate(own[_BASE])

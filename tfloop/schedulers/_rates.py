@@ -8,10 +8,10 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
-from tfloop import _traces
-from tfloop._groups import ParamGroup, as_group
-from tfloop._messages import described
-from tfloop._patterns import Variable
+from tfloop._checks.messages import described
+from tfloop._groups.group import ParamGroup, as_group
+from tfloop._groups.patterns import Variable
+from tfloop._tracing import traces
 from tfloop.schedulers._base import is_number
 
 _CALL = "ModuleLearningRate(base)"
@@ -96,7 +96,7 @@ class ModuleLearningRate:
           paths: All paths to the parameter.
           variable: The parameter itself, for groups of variables and layers.
         """
-        _traces.depends_on(self)
+        traces.depends_on(self)
         for index in reversed(range(len(self._groups))):
             if self._groups[index].matches_any(paths, variable):
                 return index

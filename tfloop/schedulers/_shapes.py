@@ -5,7 +5,7 @@ import math
 import keras
 import tensorflow as tf
 
-from tfloop._arguments import whole_number
+from tfloop._checks.arguments import whole_number
 from tfloop.schedulers._base import Schedule, choice, number
 
 

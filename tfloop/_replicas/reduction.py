@@ -1,0 +1,207 @@
+"""What the gradients of all replicas are together: a sum, or a mean over samples.
+
+Knows weights and absences; how tensors are sent is `placement`'s business.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfloop._checks.messages import described
+from tfloop._model.paths import AddressBook, is_variable, tf_variable, variable_id
+from tfloop._replicas import placement
+from tfloop._tensors import overwritten, sparse
+from tfloop._tensors.counts import divided, weighted
+from tfloop._tensors.sparse import Gradient, accumulation_dtype, map_values
+
+
+class Total(NamedTuple):
+    """The gradients of all replicas, the same on each.
+
+    Attributes:
+      grads: Path -> gradient.
+      weight: The sum of the weights, or `None` if nothing was weighted.
+      present: Path -> did any replica have one, a scalar bool; `None` if all are there.
+      statistics: Path -> what the state that layers move is over all replicas.
+    """
+
+    grads: dict[str, Gradient]
+    weight: tf.Tensor | None
+    present: dict[str, tf.Tensor] | None
+    statistics: dict[str, tf.Tensor]
+
+
+def total(
+    grads: Mapping[str, Gradient],
+    weight: tf.Tensor | None,
+    *,
+    reduction: str | None,
+    present: Mapping[str, tf.Tensor] | None = None,
+    weighed: bool = False,
+    statistics: Mapping[str, tf.Tensor] | None = None,
+    rows: tf.Tensor | None = None,
+) -> Total:
+    """Reduces gradients over the replicas, in one call for each kind of them.
+
+        "mean":  sum of w_i g_i / sum of w_i
+        "sum":   sum of g_i
+
+    What overwrites a variable becomes the maximum over the replicas that count, in any case.
+
+    Args:
+      grads: Path -> gradient of this replica, the same paths on all.
+      weight: How much this replica counts; `None`: all count alike.
+      reduction: `"mean"`, `"sum"`, or `None` for gradients that are reduced already.
+      present: Path -> scalar bool: has this replica one? What is absent is zero in `grads`.
+      weighed: The gradients are sums over the weight: w_i g_i in place of g_i.
+      statistics: Path -> what this replica has of `moved_state`; means in any case.
+      rows: How much this replica counts in these, where it isn't `weight`.
+    """
+    replicas, one = placement.count(), tf.constant(1.0)
+    grads, values = overwritten.parted(grads)
+    present = None if present is None else dict(present)
+    if weighed and weight is not None and (replicas == 1 or reduction != "mean"):
+        grads = {path: _mean(grad, weight) for path, grad in grads.items()}
+    elif weight is not None and not weighed and replicas > 1 and reduction is not None:
+        grads = {path: weighted(grad, weight) for path, grad in grads.items()}
+    if replicas == 1:
+        return Total(grads | values, weight, present, {})
+    # A sum over rows of zeros is what each replica has; so what all have alike stays, bit for bit.
+    own = {path: placement.in_own_row(_wide(value)) for path, value in (statistics or {}).items()}
+    counted = next((w for w in (weight, rows) if w is not None), one)
+    riders = [placement.in_own_row(tf.cast(counted, tf.float32))] if own else []
+    if reduction is None:
+        parts, riders = placement.reduce_sum(own, riders) if own else ({}, riders)
+        return Total(grads | values, weight, present, _means(statistics, parts, riders))
+    apart = {
+        path: placement.in_own_row(_only_if(_counts(path, weight, present), value))
+        for path, value in values.items()
+    }
+    riders.append(one if weight is None else tf.cast(weight, tf.float32))
+    if present is not None:
+        riders.append(tf.cast(tf.stack(list(present.values())), tf.float32))
+    sums, riders = placement.reduce_sum(grads | own | apart, riders)
+    means = _means(statistics, sums, riders)
+    weights = riders[1 if own else 0]
+    if present is not None:
+        flags = tf.unstack(riders[-1] > 0, len(present))
+        present = dict(zip(present, flags, strict=True))
+    grads = {path: sums[path] for path in grads}
+    if reduction == "mean":
+        grads = {path: _mean(grad, weights) for path, grad in grads.items()}
+    values = {path: tf.reduce_max(sums[path], 0) for path in values}
+    if present is not None:  # what is absent is zero here, too
+        values = {path: tf.where(present[path], value, 0) for path, value in values.items()}
+    return Total(grads | values, None if weight is None else weights, present, means)
+
+
+def check_reduction(call: str, reduction: Any) -> None:
+    """Refuses what is no reduction.
+
+    Raises:
+      ValueError: It is neither `"mean"`, `"sum"` nor `None`.
+    """
+    if reduction not in ("mean", "sum", None):
+        raise ValueError(
+            f"`{call}` got reduction={described(reduction)}, expected 'mean', 'sum' or None (for "
+            "gradients that are reduced already). A loss that is a mean over each replica's batch "
+            "takes the mean: `tfloop.ModuleOptimizer(optimizer, reduction='mean')`."
+        )
+
+
+def check_counts(call: str, weight: tf.Tensor | None) -> list[tf.Operation]:
+    """An assertion that the replicas together have any weight.
+
+    Raises:
+      ValueError: They have none, which is known in eager mode.
+    """
+    if weight is None:
+        return []
+    value = tf.get_static_value(weight)
+    text = (
+        f"`{call}` can't take the mean: got weights that sum to 0, expected more. No replica had "
+        "a sample. Skip such a batch: `if len(labels):`."
+    )
+    if value is None:
+        return [tf.raw_ops.Assert(condition=weight > 0, data=[text])]
+    if value == 0:
+        raise ValueError(text)
+    return []
+
+
+def moved_state(book: AddressBook) -> dict[str, Any]:
+    """Path -> variable: the floating state that layers move, each replica its own copy of it.
+
+    Statistics of any kind, which over all replicas are their mean. What a stateful layer remembers
+    of each sample isn't: a replica has samples of its own.
+    """
+    samples = {
+        variable_id(state)
+        for layer in book.layers.values()
+        if getattr(layer, "stateful", False)
+        for state in tf.nest.flatten(getattr(layer, "states", None))
+        if is_variable(state)
+    }
+    return {
+        path: tf_variable(variable)
+        for path, variable in book.floating().items()
+        if placement.drifts(variable)
+        and variable_id(variable) not in samples
+        and tf.TensorShape(variable.shape).is_fully_defined()
+    }
+
+
+def mean_of_parts(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """What replicas have of a statistic, as one: what all have alike, else their weighted mean.
+
+    One that isn't finite, as after a batch without a sample, doesn't count where another is.
+
+    Args:
+      parts: Floating, a row for each replica.
+      weights: Of each replica, of the same dtype.
+    """
+    sound = tf.reduce_all(tf.math.is_finite(parts), range(1, parts.shape.rank))
+    weights = tf.where(sound, weights, tf.zeros_like(weights))
+    shares = tf.reshape(weights, [-1] + [1] * (parts.shape.rank - 1))
+    weight = tf.reduce_sum(weights)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(tf.math.multiply_no_nan(parts, shares), 0), weight)
+    alike = tf.reduce_all(tf.equal(parts, parts[:1]))
+    return tf.where(tf.logical_or(alike, weight <= 0), parts[0], mean)
+
+
+def _means(
+    statistics: Mapping[str, tf.Tensor] | None,
+    parts: Mapping[str, Gradient],
+    riders: list[tf.Tensor],
+) -> dict[str, tf.Tensor]:
+    """Path -> mean, from the parts of all replicas and, as the first rider, their weights."""
+    return {
+        path: tf.cast(
+            mean_of_parts(parts[path], tf.cast(riders[0], parts[path].dtype)), value.dtype
+        )
+        for path, value in (statistics or {}).items()
+    }
+
+
+def _wide(value: tf.Tensor) -> tf.Tensor:
+    """Narrow ones ride with the float32 gradients; each is exact there."""
+    return tf.cast(value, accumulation_dtype(value.dtype))
+
+
+def _counts(
+    path: str, weight: tf.Tensor | None, present: Mapping[str, tf.Tensor] | None
+) -> tf.Tensor:
+    """Has this replica got the value at a path?"""
+    counts = tf.constant(True) if weight is None else weight > 0
+    return counts if present is None else tf.logical_and(counts, present[path])
+
+
+def _only_if(counts: tf.Tensor, value: Gradient) -> tf.Tensor:
+    """A value that is no maximum where it doesn't count."""
+    value = sparse.densify(value)
+    return tf.where(counts, value, tf.constant(value.dtype.min, value.dtype))
+
+
+def _mean(grad: Gradient, weight: tf.Tensor) -> Gradient:
+    return map_values(lambda tensor: divided(tensor, weight), grad)
