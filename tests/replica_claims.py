@@ -448,6 +448,14 @@ def claim_what_got_nothing_on_any_replica_stays_untouched(strategy, folder):
     assert float(optim.state("a.w")["momentums"]) != 0.0
 
 
+def claim_parameters_that_are_made_in_the_step_are_refused(strategy, folder):
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1, use_bias=False, name="late")])
+    step = squares_step(strategy, model, ModuleOptimizer("sgd"))
+    with pytest.raises(ValueError, match="got 'late.kernel' without values, expected a built"):
+        step(tf.ones((strategy.num_replicas_in_sync, 3)))
+
+
 def claim_what_is_made_outside_of_the_scope_is_right_or_refused(strategy, folder):
     # Case 24: an optimizer and an accumulator made outside work.
     n = strategy.num_replicas_in_sync

@@ -330,6 +330,24 @@ def test_a_copied_learner_trains_a_model_of_its_own_as_the_original_would(way, l
     assert_equal(values_of(model), values_of(copied.model))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_user_set_on_an_object_is_copied_with_it(way):
+    model, rates = Words(), [0.5]
+    optim = an_optimizer(model)
+    train(optim, model, 1)
+    window = tfloop.GradientsAccumulator()
+    window.build(model)
+    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    learner = tfloop.Learner(net, ModuleOptimizer("sgd"), "mse")
+    for thing in (optim, window, tfloop.LossScaler(), learner):
+        twin = WAYS[way](thing)
+        assert set(vars(twin)) == set(vars(thing))
+        thing.rates = rates
+        copied = WAYS[way](thing).rates
+        assert copied == rates
+        assert copied is not rates
+
+
 def test_what_only_a_checkpoint_writes_down_says_so_when_it_is_pickled():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
     for thing in (

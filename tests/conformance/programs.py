@@ -102,7 +102,8 @@ class Program:
       changes: Its world changes before the fifth call.
       bare: Its step is no function of the world, so that copies of the world don't have one.
       copies: `copy.deepcopy` copies all of its world. Keras' metrics come back empty, random layers
-        with the seed that they began with; its seed generators and models of local classes raise.
+        with the seed that they began with, recurrent ones without their states, LoRA merged; its
+        seed generators and models of local classes raise.
       saved: All that counts is in variables, so that another process can go on.
       pure: Nothing but its output counts, and that can be differentiated by its input.
       order_free: Calls may be made in any order, and at the same time.
@@ -825,7 +826,7 @@ def complex_bool_and_integer_tensors(kit):
 # Layers with state of their own.
 
 
-@training(series, rowwise=False)
+@training(series, rowwise=False, copies=False)
 def stateful_recurrence(kit):
     net = keras.Sequential(
         [keras.Input(batch_shape=(4, 3, 2)), layers.LSTM(3, stateful=True), layers.Dense(2)]
@@ -833,7 +834,7 @@ def stateful_recurrence(kit):
     return trains(kit, net)
 
 
-@training(series)
+@training(series, copies=False)
 def recurrence_in_both_directions(kit):
     parts = [keras.Input((3, 2)), layers.Bidirectional(layers.GRU(2)), layers.Dense(2)]
     return trains(kit, keras.Sequential(parts))
@@ -891,14 +892,14 @@ def lookups_and_hashes_of_keras(kit):
     return calls(lambda batch: (known(batch[0]), hashed(batch[0])))
 
 
-@training()
+@training(copies=False)
 def lora(kit):
     net = network()
     net.layers[0].enable_lora(2)
     return trains(kit, net)
 
 
-@training()
+@training(copies=False)
 def quantized_layers_with_lora(kit):
     net = network()
     with warnings.catch_warnings():
@@ -908,7 +909,7 @@ def quantized_layers_with_lora(kit):
     return trains(kit, net)
 
 
-@training(sentences, rowwise=False)
+@training(sentences, rowwise=False, copies=False)
 def masks_of_embeddings(kit):
     parts = [layers.Embedding(5, 2, mask_zero=True), layers.GRU(2), layers.Dense(2)]
     return trains(kit, keras.Sequential([keras.Input((3,), dtype="int32"), *parts]))
@@ -1028,7 +1029,7 @@ def parameters_in_float64(kit):
     return trains(kit, Odd(tf.Variable(0, trainable=False), dtype=tf.float64), sgd(momentum=0.0))
 
 
-@training(saved=True, rowwise=False)
+@training(rowwise=False, copies=False)  # TensorFlow copies a variable with the shape it has.
 def variables_of_open_shape(kit):
     open_ = tf.Variable([1.0], shape=(None,), trainable=False)
 
@@ -1075,7 +1076,7 @@ class OverwrittenScale(layers.Layer):
         return through(x, tf.convert_to_tensor(self.amax))
 
 
-@training()
+@training(copies=False)
 def values_overwritten_with_their_gradient(kit):
     return trains(kit, network(OverwrittenScale()), keras.optimizers.Adam(0.1))
 
@@ -1163,7 +1164,7 @@ def schedule_free(kit):
     return trains(kit, network(), keras.optimizers.ScheduleFreeAdamW(0.05, warmup_steps=3))
 
 
-@training()
+@training(saved=False)  # Nothing is there to restore into before its first call.
 def moving_averages_of_a_model_without_input(kit):
     net = keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(2)])
     if kit.name == "plain":
@@ -1268,12 +1269,12 @@ def layer_removed(kit):
     return trains(kit, net, change=lambda w: w.net.pop())
 
 
-@training(changes=True)
+@training(changes=True, copies=False)
 def lora_enabled(kit):
     return trains(kit, network(), change=lambda w: w.net.layers[0].enable_lora(2))
 
 
-@training(changes=True)
+@training(changes=True, copies=False)
 def lora_enabled_on_a_frozen_layer(kit):
     net = network()
     net.layers[0].trainable = False
@@ -1340,7 +1341,7 @@ def optimizer_rebound_as_an_attribute(kit):
     return trains(kit, network(), change=change)
 
 
-@training(changes=True)
+@training(changes=True, copies=False)  # Making a copy takes of the seeds of the next model.
 def model_rebound_as_an_attribute(kit):
     def change(w):
         w.net = network()

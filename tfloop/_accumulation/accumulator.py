@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import described, listed, not_pickled
 from tfloop._gradients.params import GradientsParams
 from tfloop._model.paths import AddressBook, address_book, root_key, tf_variable
@@ -372,7 +373,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             twin._is_new_copy = True
             if id(self._model) in memo:
                 twin.build(memo[id(self._model)])
-        return twin
+        return with_attributes_of(self, twin, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be pickled."""

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfloop._checks.arguments import whole_number
+from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import described, not_pickled
 from tfloop._model.paths import Variable
 from tfloop._replicas import placement
@@ -162,7 +163,7 @@ class LossScaler(tf.train.experimental.PythonState):
         twin = type(self).fixed(1.0)
         twin._growth_interval = self._growth_interval
         twin.deserialize(self.serialize())
-        return twin
+        return with_attributes_of(self, twin, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be pickled."""

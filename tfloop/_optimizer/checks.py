@@ -4,7 +4,7 @@ What is known now raises at once; what a trace can only know when it runs become
 in the graph, which every change waits for. (XLA drops assertions.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,9 @@ import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
 from tfloop._checks.messages import described, listed
+from tfloop._model.paths import Variable
+from tfloop._optimizer.fused import has_value
+from tfloop._replicas import placement
 from tfloop._tracing import traces
 from tfloop.schedulers._base import is_number
 
@@ -116,3 +119,17 @@ def assert_born(unborn: Sequence[str]) -> list[tf.Operation]:
         "what the step is given. Make it before: `model(sample_batch)`."
     )
     return [tf.raw_ops.Assert(condition=False, data=[message])]
+
+
+def check_born_on_replicas(call: str, parameters: Mapping[str, Variable]) -> None:
+    """Refuses parameters that are born in the trace of a replica, where nothing fills them."""
+    if placement.count() == 1:
+        return
+    unborn = traces.eagerly(lambda: [path for path, v in parameters.items() if not has_value(v)])
+    if unborn:
+        raise ValueError(
+            f"`{call}` found parameters that are made in the step of a replica: got "
+            f"{listed(unborn)} without values, expected a built model. TensorFlow can't fill them "
+            "there, nor for Keras' own optimizers. Build it first: `with strategy.scope(): "
+            "model.build(input_shape)`."
+        )

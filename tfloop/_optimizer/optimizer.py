@@ -15,13 +15,21 @@ from typing import Any, Self
 import tensorflow as tf
 
 from tfloop._accumulation.accumulator import GradientsAccumulator
+from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import described, not_pickled
 from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup, as_group
 from tfloop._model.paths import AddressBook, address_book, root_key
 from tfloop._optimizer import record, summary
-from tfloop._optimizer.checks import STEP, as_rate, assert_born, assert_current, assert_sound
+from tfloop._optimizer.checks import (
+    STEP,
+    as_rate,
+    assert_born,
+    assert_current,
+    assert_sound,
+    check_born_on_replicas,
+)
 from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.contribution import Contribution
 from tfloop._optimizer.keras_optimizer import as_keras_optimizer
@@ -461,7 +469,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 twin.build(memo[id(self._model)])
         twin._iterations.assign(self._iterations)
         twin._skipped.assign(self._skipped)
-        return twin
+        return with_attributes_of(self, twin, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be pickled."""
@@ -484,6 +492,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                     raise ValueError(_why_another_root(call, self._book, book))
                 traces.eagerly(lambda: self._move(book))
             if book is not self._book or self._lacks_state(book):
+                check_born_on_replicas(call, book.parameters())
                 traces.eagerly(lambda: self._build(model, book, self._groups))
         traces.depends_on(book)
         traces.depends_on(self)

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._checkpoint.checkpoint import Checkpoint
 from tfloop._checks.arguments import whole_number
+from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import not_pickled
 from tfloop._compile.step import compile  # noqa: A004
 from tfloop._gradients.params import GradientsParams
@@ -253,7 +254,7 @@ class Learner:
         twin._window, twin._waiting = window, self._waiting
         twin._progress.batches = self._progress.batches
         twin._rate.take_over(self._rate)
-        return twin
+        return with_attributes_of(self, twin, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be pickled."""
