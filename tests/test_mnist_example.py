@@ -665,6 +665,18 @@ class TestBadInput:
         assert err.count("\n") == 1
         assert expected in err
 
+    @pytest.mark.parametrize("name", ["tensorflow_datasets", "matplotlib"])
+    def test_a_package_that_is_missing_is_one_line(self, command, monkeypatch, tmp_path, name):
+        monkeypatch.setitem(sys.modules, name, None)
+        arguments = ["--dataset=digits", f"--workdir={tmp_path}", "--num_epochs=1"]
+        code, out, err = command(*arguments)
+        assert code == 2
+        assert "Epoch" not in out
+        assert err == (
+            f"error: The examples need {name}: got the library alone. Install the rest from the "
+            "checkout: pip install '.[examples]'\n"
+        )
+
     @pytest.mark.parametrize(
         ("text", "expected"),
         [

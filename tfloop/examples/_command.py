@@ -1,6 +1,7 @@
 """How an example meets its command line: flags in, one clear line for what the user got wrong."""
 
 import contextlib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,16 @@ def run(main: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
             sys.exit(130)
 
     absl.app.run(with_config, argv=argv, flags_parser=parse)
+
+
+def need(*modules: str) -> None:
+    """Says which of the packages that only the examples use aren't installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnusableInput(
+            f"The examples need {' and '.join(missing)}: got the library alone. Install the rest "
+            "from the checkout: pip install '.[examples]'"
+        )
 
 
 @contextlib.contextmanager

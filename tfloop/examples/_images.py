@@ -7,13 +7,15 @@ import re
 import tempfile
 import threading
 import urllib.request
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-import tensorflow_datasets as tfds
 
-from tfloop.examples._command import UnusableInput
+from tfloop.examples._command import UnusableInput, need
+
+if TYPE_CHECKING:
+    import tensorflow_datasets as tfds
 
 # One of the files that TFDS downloads. Asked first, since TFDS retries for minutes.
 _MNIST_FILE = "https://storage.googleapis.com/cvdf-datasets/mnist/t10k-labels-idx1-ubyte.gz"
@@ -38,6 +40,9 @@ def load(dataset: str, data_dir: str | None) -> tuple[Images, Images]:
     Raises:
       UnusableInput: The data set can't be read or had.
     """
+    need("tensorflow_datasets", "importlib_resources", "sklearn")
+    import tensorflow_datasets as tfds
+
     if dataset == "digits":
         return _digits()
     folder = pathlib.Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
@@ -60,7 +65,7 @@ def load(dataset: str, data_dir: str | None) -> tuple[Images, Images]:
     return _digits()
 
 
-def _mnist(builder: tfds.core.DatasetBuilder) -> tuple[Images, Images]:
+def _mnist(builder: "tfds.core.DatasetBuilder") -> tuple[Images, Images]:
     if not builder.is_prepared():
         if pathlib.Path(builder.data_dir).exists():
             raise FileNotFoundError("its dataset_info.json is missing or empty")
@@ -72,28 +77,25 @@ def _mnist(builder: tfds.core.DatasetBuilder) -> tuple[Images, Images]:
 
 
 def _digits() -> tuple[Images, Images]:
-    try:
-        from tfloop.examples._digits import UciDigits
+    from tfloop.examples._digits import UciDigits
 
-        with tempfile.TemporaryDirectory() as folder:
-            builder = UciDigits(data_dir=folder)
-            _prepare(builder)
-            splits = _read(builder, "train"), _read(builder, "test")
-    except ModuleNotFoundError as error:
-        raise UnusableInput(
-            f"The digits come with scikit-learn: pip install {error.name}"
-        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        builder = UciDigits(data_dir=folder)
+        _prepare(builder)
+        splits = _read(builder, "train"), _read(builder, "test")
     print("Data: scikit-learn's 1,797 UCI digits, enlarged from 8x8 to 28x28.", flush=True)
     return splits
 
 
-def _prepare(builder: tfds.core.DatasetBuilder) -> None:
+def _prepare(builder: "tfds.core.DatasetBuilder") -> None:
+    import tensorflow_datasets as tfds
+
     tfds.disable_progress_bar()
     with contextlib.redirect_stdout(io.StringIO()):  # TFDS tells its own story.
         builder.download_and_prepare()
 
 
-def _read(builder: tfds.core.DatasetBuilder, split: str) -> Images:
+def _read(builder: "tfds.core.DatasetBuilder", split: str) -> Images:
     whole = builder.as_dataset(split=split, batch_size=-1)
     return Images(tf.squeeze(whole["image"], axis=-1).numpy(), whole["label"].numpy())
 

@@ -22,8 +22,9 @@ def check(workdir: str, config: tfloop.Config, *, resume: bool) -> pathlib.Path:
     """The folder, if it is free, or if its run is to go on with the settings that it had.
 
     Raises:
-      UnusableInput: It holds a run, or one with other settings.
+      UnusableInput: It holds a run, or one with other settings; nothing could draw its curves.
     """
+    _command.need("matplotlib")
     folder = pathlib.Path(workdir).expanduser()
     if not resume and any((folder / name).exists() for name in _TRACES):
         raise _command.UnusableInput(
