@@ -258,7 +258,7 @@ def _annotated(piece: tuple[Any, list[dict[str, tf.Tensor]]]) -> Any:
 def _output(rows: _Tensors, key: str) -> tf.Tensor:
     """An output of all pieces, with what Keras had noted on it in each."""
     output, number = rows[key], key.rpartition("/")[2]
-    notes = {name: rows.get(f"{name}/{number}") for name in annotations.NAMES}
+    notes = {name: rows.get(f"{name}/{number}") for name in annotations.NOTES}
     # Eager pieces may differ in whether there is one.
     in_all = {
         name: note

@@ -3,8 +3,6 @@
 What a replica does with its part is the step's business, how gradients are reduced `reduction`'s.
 """
 
-import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfloop._backend import keras_losses
 from tfloop._checks.messages import described, listed
 from tfloop._gradients.params import GradientsParams
 from tfloop._replicas import placement
@@ -27,23 +26,9 @@ def keep_losses_whole() -> None:
     and multiplies it again where it shows it. Ours take the mean, so a loop with such a loss would
     train at a fraction of its rate. Elsewhere they go on to do so. There is no other way in: Keras
     asks the strategy, which must tell everybody else the truth. Where a Keras to come has another
-    way, nothing is changed, and a test says so.
+    way, this raises.
     """
-    losses = importlib.import_module("keras.src.losses.loss")
-    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
-        scaled = getattr(losses, name, None)
-        if scaled is not None and not hasattr(scaled, "__wrapped__"):
-            setattr(losses, name, _outside_of_steps(scaled))
-
-
-def _outside_of_steps(scaled: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same function, which in a replica of ours gives its argument back."""
-
-    @functools.wraps(scaled)
-    def whole(value: Any) -> Any:
-        return value if placement.is_in_step() else scaled(value)
-
-    return whole
+    keras_losses.keep_whole(placement.is_in_step)
 
 
 # Autograph must go through here to the user's function.

@@ -9,7 +9,6 @@ its graph and never from a clock, so that runs are alike.
 
 import functools
 import inspect
-import operator
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,32 +18,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-try:  # TensorFlow has no public question for open tapes; without this one nothing is shortened.
-    from tensorflow.python.eager.record import could_possibly_record as _a_tape_is_open
-except ImportError:
-
-    def _a_tape_is_open() -> bool:
-        return True
-
-
-try:  # Nor has it one for the kinds of operations.
-    from tensorflow.python.framework.op_def_registry import get as _operation
-except ImportError:
-
-    def _operation(name: str) -> Any:
-        return None
-
+from tfloop._backend.tensorflow import (
+    EagerTensor,
+    a_strategy_is_open,
+    a_tape_is_open,
+    dtype_of,
+    has_state,
+    located,
+    looks_up_anew,
+    shape_of,
+)
 
 # Found once: the way to them through TensorFlow's modules is longer than they are.
 _functions_run_eagerly = tf.config.functions_run_eagerly
-_default_graph = tf.compat.v1.get_default_graph
 _floatx = keras.config.floatx
-# Not the type of a tensor made here: the first tensor fixes the devices, see `tfloop.strategy`.
-EagerTensor: Any = tf.__internal__.EagerTensor
-# A number and a tuple, which are compared without Python; where TensorFlow hasn't these, the
-# public ones do as well.
-_dtype_of = getattr(EagerTensor, "_datatype_enum", None) or operator.attrgetter("dtype")
-_shape_of = getattr(EagerTensor, "_shape_tuple", None) or operator.attrgetter("shape")
 _WRAPPED = re.compile(r"\{\{function_node __wrapped__[^}]*\}\}")
 _LARGE, _SEVERAL = 2**17, 4
 """Elements of a tensor, and how many tensors of so many, from which on operations gain more from
@@ -113,8 +100,8 @@ class Launcher:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function's result."""
-        if _a_tape_is_open() or _a_strategy_is_open() or _functions_run_eagerly():
-            if self._jitted and _a_tape_is_open() and not _functions_run_eagerly():
+        if a_tape_is_open() or a_strategy_is_open() or _functions_run_eagerly():
+            if self._jitted and a_tape_is_open() and not _functions_run_eagerly():
                 self._check_differentiable(args, kwargs)
             return self._ordinary(args, kwargs)
         leaves: list[tf.Tensor] = []
@@ -152,7 +139,7 @@ class Launcher:
                 kind = type(thing)
             if kind is EagerTensor:
                 leaves.append(thing)
-                key += (_dtype_of(thing), _shape_of(thing))
+                key += (dtype_of(thing), shape_of(thing))
             elif kind is tuple or kind is list or _is_namedtuple(thing):
                 key += (kind, self._key(thing, leaves))
             elif kind is dict:
@@ -235,12 +222,6 @@ class Launcher:
         }
 
 
-def _a_strategy_is_open() -> bool:
-    # The list at which `has_strategy` looks; an empty one costs it an exception.
-    graph = _default_graph()
-    return getattr(graph, "_distribution_strategy_stack", True) and tf.distribute.has_strategy()
-
-
 def _is_namedtuple(thing: Any) -> bool:
     return isinstance(thing, tuple) and hasattr(type(thing), "_fields")
 
@@ -281,8 +262,8 @@ def _gains(concrete: Any) -> bool:
 
     Convolutions and several large tensors say no.
     """
-    if concrete.graph.deferred_external_captures:
-        return False  # They are looked up anew at each call.
+    if looks_up_anew(concrete):
+        return False
     if not _is_exact(concrete):
         return False
     operations = concrete.graph.get_operations()
@@ -306,7 +287,7 @@ def _is_exact(concrete: Any) -> bool:
     return all(
         kind in _ON_WHAT_THEY_GET
         or kind.startswith(("ResourceApply", "ResourceSparseApply"))
-        or not _has_state(kind)
+        or not has_state(kind)
         for kind in _kinds(concrete)
     )
 
@@ -317,12 +298,6 @@ def _kinds(concrete: Any) -> set[str]:
     inner = {fn.signature.name for fn in graph.library.function}
     nodes = [*graph.node, *(node for fn in graph.library.function for node in fn.node_def)]
     return {node.op for node in nodes} - inner
-
-
-def _has_state(kind: str) -> bool:
-    """Does an operation of this kind keep state, or work on the world?"""
-    definition = _operation(kind)
-    return definition is None or definition.is_stateful
 
 
 def _packer(structure: Any, numbers: Any) -> Callable[[list[tf.Tensor]], Any]:
@@ -355,13 +330,10 @@ def _raise_located(error: tf.errors.OpError, concrete: Any) -> NoReturn:
 
     TensorFlow finds them by the name of the function, which an error of ours lacks.
     """
-    try:
-        from tensorflow.python.eager.polymorphic_function import atomic_function
-
-        located = atomic_function.InterpolateRuntimeError(concrete.inference_fn)
-        tag = f"{{{{function_node {concrete.inference_fn.name.decode()}}}}}"
-    except (ImportError, AttributeError):
+    found = located(concrete)
+    if found is None:
         raise error from None
+    lines, tag = found
     message = _WRAPPED.sub(tag, error.message, count=1)
-    with located:
+    with lines:
         raise type(error)(error.node_def, error.op, message) from None

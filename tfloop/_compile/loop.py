@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import tensorflow as tf
 
+from tfloop._backend.tensorflow import EagerTensor
 from tfloop._checks.messages import described
-from tfloop._compile.launch import EagerTensor
 from tfloop._tracing import traces
 
 _CALL = "compiled_step.run(iterator, *args, steps=K)"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfloop._backend.keras_layers import own_losses
 from tfloop._checks.messages import described
 from tfloop._gradients.gradients import Gradients, unwatched
 from tfloop._gradients.scaling import LossScaler
@@ -251,7 +252,7 @@ def total_loss(loss: Any, model: Any) -> tf.Tensor:
 def _losses(book: AddressBook) -> Iterator[tf.Tensor]:
     """What `layer.losses` of all outermost layers holds, shared layers and variables once."""
     for layer in book.layers.values():
-        yield from layer._get_own_losses()
+        yield from own_losses(layer)
     for variable in book.parameters().values():
         regularizer = getattr(variable, "regularizer", None)
         if regularizer is not None:

@@ -12,7 +12,7 @@ from tfloop._checks import messages
 from tfloop._checks.messages import described
 from tfloop._groups import patterns
 from tfloop._groups.patterns import Variable
-from tfloop._model.paths import address_book
+from tfloop._model.paths import address_book, variable_id
 
 _BINDING = {"|": 1, "&": 2, "-": 3, "~": 4}
 _TEXT_LEAVES = ("from_path", "from_name", "from_predicate", "from_regex")
@@ -223,7 +223,7 @@ class ParamGroup:
                 return self._bound().matches_any(paths, variable)
             case "from_ids":
                 # Its own id too: Keras may not have made the variable inside when it was given.
-                ids = {id(variable), patterns.identity(variable)}
+                ids = {id(variable), variable_id(variable)}
                 return variable is not None and not ids.isdisjoint(self._key[1])
         return any(patterns.hits(self._kind, self._parts, path, variable) for path in paths)
 
@@ -297,7 +297,7 @@ class ParamGroup:
     @classmethod
     def _of_variables(cls, variables: Iterable[Variable]) -> "ParamGroup":
         found = tuple(variables)
-        return cls._make("from_ids", found, frozenset(map(patterns.identity, found)))
+        return cls._make("from_ids", found, frozenset(map(variable_id, found)))
 
     def _bound(self) -> "ParamGroup":
         if self._kind != "from_layers":

@@ -149,12 +149,6 @@ def is_variable(thing: object) -> bool:
     return all(hasattr(thing, name) for name in ("shape", "dtype", "assign"))
 
 
-def identity(variable: Variable) -> int:
-    """One identity for a `keras.Variable` and the `tf.Variable` inside it."""
-    inner = getattr(variable, "_value", None)
-    return id(variable if inner is None else inner)
-
-
 def variables_of(layer: Any) -> Iterator[Variable]:
     """The variables that a layer or module has now."""
     yield from variables_below(layer)

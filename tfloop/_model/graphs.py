@@ -1,7 +1,7 @@
 """The object graphs of Keras, `tf.Module` and Sonnet: what a thing holds, and as what.
 
-The one room that knows where these libraries keep variables, layers and seeds, and how they
-name them. It looks at one thing at a time. Whole paths, sharing and uniqueness are `paths`'s.
+Which variables, layers and seeds one thing has, and the segment of a path for each. Whole paths,
+sharing and uniqueness are `paths`'s; what of these libraries is private, `tfloop._backend`'s.
 """
 
 import enum
@@ -14,34 +14,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfloop._backend import keras_layers, sonnet
+from tfloop._backend.keras_variables import tf_variable as tf_variable
+from tfloop._backend.tensorflow import ignored_attributes, is_tracking
+
 Variable = Any
 """A `keras.Variable` or a `tf.Variable`."""
 
-# Where Keras keeps a second record of what the attributes hold.
-_KERAS_RECORDS = {
-    "_trainable_variables",
-    "_non_trainable_variables",
-    "_layers",
-    "_seed_generators",
-    "_functional",
-    "_operations",
-    "_operations_by_depth",
-}
 _KNOWN_LIBRARIES = {"builtins", "keras", "numpy", "tensorflow", "tfloop"}
 
 
 def variable_id(variable: Variable) -> int:
     """One identity for a `keras.Variable` and the `tf.Variable` inside it."""
     return id(tf_variable(variable))
-
-
-def tf_variable(variable: Variable) -> tf.Variable:
-    """The `tf.Variable` behind a Keras variable, or the variable itself.
-
-    Keras hands out a cast tensor as `.value` inside a call under mixed precision; `_value` is
-    always the variable.
-    """
-    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def is_variable(thing: object) -> bool:
@@ -87,7 +72,7 @@ def children(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, keras.layers.Layer):
         yield from _children_of_layer(thing)
     elif isinstance(thing, tf.Module):
-        yield from _attributes(thing, ignored=thing._TF_MODULE_IGNORED_PROPERTIES)
+        yield from _attributes(thing, ignored=ignored_attributes(thing))
 
 
 def is_node(thing: Any) -> bool:
@@ -119,7 +104,7 @@ def is_built(layer: Any) -> bool:
     if layer.built:
         return True
     has_own = type(layer).build not in (keras.Model.build, keras.layers.Layer.build)
-    parts = layer._flatten_layers(include_self=False)
+    parts = keras_layers.inner_layers(layer)
     return not has_own and bool(layer.variables) and all(part.built for part in parts)
 
 
@@ -128,23 +113,14 @@ def call_arguments(model: Any) -> list[str]:
     if isinstance(model, keras.layers.Layer):
         return list(model.call_signature_parameters)
     names = _arguments(type(model).__call__)
-    if _is_sonnet_mlp(type(model)) and not model._dropout_rate:
-        # It names the flag, but refuses it unless it has a dropout to switch.
+    if sonnet.refuses_flag(model):
         return [name for name in names if name != "is_training"]
     return names
 
 
-def _is_sonnet_mlp(kind: type) -> bool:
-    # By name, since Sonnet may not be installed.
-    return any(cls.__module__ == "sonnet.src.nets.mlp" for cls in kind.__mro__)
-
-
 @functools.lru_cache(maxsize=256)
 def _arguments(method: Any) -> list[str]:
-    if getattr(method, "__name__", "") == "_decorate_unbound_method":
-        # Sonnet wraps every method, and forgets its signature.
-        return _arguments(inspect.getclosurevars(method).nonlocals["f"])
-    return list(inspect.signature(method).parameters)[1:]
+    return list(inspect.signature(sonnet.undecorated(method)).parameters)[1:]
 
 
 def _plain_objects(value: Any) -> list[Any]:
@@ -190,26 +166,19 @@ def _children_of_layer(layer: Any) -> Iterator[tuple[str, Any]]:
     keeping the result, layers in a set.
     """
     named = layer.layers if _has_named_layers(layer) else []
-    attributes = list(_attributes(layer, ignored=_KERAS_RECORDS))
+    attributes = list(_attributes(layer, ignored=keras_layers.records()))
     met = {id(child) for child in named} | ids_below([child for _, child in attributes])
-    records = (
-        layer._trainable_variables,
-        layer._non_trainable_variables,
-        layer._seed_generators,
-        layer._layers,
-    )
     yield from _named_by_keras(named)
     yield from attributes
-    yield from _named_by_keras(
-        [child for record in records for child in record if id(child) not in met]
-    )
+    tracked = keras_layers.tracked(layer)
+    yield from _named_by_keras([child for child in tracked if id(child) not in met])
 
 
 def _attributes(thing: Any, ignored: Any) -> Iterator[tuple[str, Any]]:
     """The attributes that are nodes, in the order of their first assignment."""
     mangled = tuple(f"_{cls.__name__.lstrip('_')}__" for cls in type(thing).__mro__)
     for name, child in vars(thing).items():
-        if name not in ignored and not name.startswith("_self_") and is_node(child):
+        if name not in ignored and not is_tracking(name) and is_node(child):
             for prefix in filter(name.startswith, mangled):  # `self.__deep` in a class body
                 name = name.removeprefix(prefix)
             yield name.lstrip("_") or name, child
@@ -256,15 +225,8 @@ def unused(name: str, taken: set[str]) -> str:
 
 def _automatic_base(thing: Any) -> str | None:
     """`dense` for a Dense named `dense` or `dense_7`; `None` for a name somebody chose."""
-    base = "variable" if is_variable(thing) else _snake_case(type(thing).__name__)
+    base = "variable" if is_variable(thing) else keras_layers.snake_case(type(thing).__name__)
     return base if re.fullmatch(rf"{re.escape(base)}(_[1-9]\d*)?", thing.name) else None
-
-
-def _snake_case(name: str) -> str:
-    """Keras' own rule for automatic names: `Conv2D` gives `conv2d`, `MyBlock` `my_block`."""
-    name = re.sub(r"\W+", "", name)
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 def _has_named_layers(layer: Any) -> bool:

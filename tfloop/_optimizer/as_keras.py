@@ -1,6 +1,6 @@
 """`ModuleOptimizer.as_keras`: the same groups, clippings and rates inside Keras' `fit`.
 
-The one room that knows what `fit`, its callbacks and `.keras` files ask of an optimizer. What an
+What `fit`, its callbacks and `.keras` files ask of an optimizer. What an
 update is stays with the `ModuleOptimizer`, which is stepped here and nothing more.
 """
 
@@ -13,6 +13,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfloop._backend.keras_optimizers import (
+    AVERAGE,
+    rate_of,
+    use_iterations,
+    without_missing,
+)
 from tfloop._checks.messages import listed
 from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
@@ -26,7 +32,6 @@ from tfloop._replicas import placement
 from tfloop._tensors.overwritten import path_for
 
 _CALL = "ModuleOptimizer.as_keras(model)"
-_AVERAGE = "model_variables_moving_average"
 
 
 class _Row(NamedTuple):
@@ -122,7 +127,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
             self.build(list(trainable_variables))
         if len(grads):
             self._notes.order = list(self._named(trainable_variables, trainable_variables))
-            found, variables = self._filter_empty_gradients(grads, trainable_variables)
+            found, variables = without_missing(self, grads, trainable_variables)
             self.optim.step(None, self._notes.root, self._unscaled(self._named(variables, found)))
 
     def scale_loss(self, loss: Any) -> Any:
@@ -135,14 +140,14 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
     def learning_rate(self) -> Any:
         """The fallback's rate: a variable, or what its schedule gives now."""
         update: Any = self.optim._groups[0].update  # the fallback is never frozen
-        rate = update.given._learning_rate
+        rate = rate_of(update.given)
         return rate if is_variable(rate) else update.own_rate()
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         updates = enumerate(group.update for group in self.optim._groups)
         given = {number: update.given for number, update in updates if update is not None}
-        rates = {n: g.learning_rate for n, g in given.items() if is_variable(g._learning_rate)}
+        rates = {n: g.learning_rate for n, g in given.items() if is_variable(rate_of(g))}
         if 0 in rates and float(rates[0].numpy()) > 0.0:
             base = float(rates[0].numpy())
             self._notes.ratios.update({n: float(r.numpy()) / base for n, r in rates.items()})
@@ -168,7 +173,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
     def finalize_variable_values(self, var_list: list[Any]) -> None:
         """Puts the moving averages into the variables of groups that keep them."""
         for path, variable in self._named(var_list, var_list).items():
-            average = self.optim.state(path).get(_AVERAGE)
+            average = self.optim.state(path).get(AVERAGE)
             if average is not None:
                 variable.assign(average)
 
@@ -229,7 +234,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
 
     def _use(self, optim: ModuleOptimizer) -> None:
         self.optim = optim
-        self._iterations = optim.iterations  # what `iterations` gives
+        use_iterations(self, optim.iterations)
 
     def _unscaled(self, grads: dict[str, Any]) -> GradientsParams:
         """The gradients as `step` wants them: without the scale, and as means of replicas."""

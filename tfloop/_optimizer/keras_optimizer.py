@@ -4,13 +4,13 @@ Every check of its arguments is made here, at construction, so that the steps ne
 """
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
+from tfloop._backend import keras_optimizers
 from tfloop._checks.messages import described, did_you_mean, listed
 from tfloop._optimizer.clipping import GradientClipping
 
@@ -19,8 +19,6 @@ CLIP_ARGUMENTS = {
     "clipnorm": GradientClipping.by_norm,
     "global_clipnorm": GradientClipping.by_global_norm,
 }
-# Keras leaves these out of the config.
-_EXCLUSIONS = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
 def as_keras_optimizer(optimizer: Any, call: str) -> Optimizer:
@@ -71,7 +69,7 @@ def check_arguments(given: Optimizer, call: str) -> None:
             f"`{call}` got a LossScaleOptimizer, expected the optimizer inside it: one scale must "
             f"serve all groups. Give the inner one: `{type(given.inner_optimizer).__name__}(...)`."
         )
-    if isinstance(given, keras.optimizers.MultiOptimizer):
+    if isinstance(given, keras_optimizers.kinds("MultiOptimizer")):
         raise ValueError(
             f"`{call}` got a MultiOptimizer, expected one optimizer: groups are declared here. "
             "Write `.with_group(tfloop.ParamGroup.from_regex(pattern), optimizer)` for each."
@@ -87,7 +85,7 @@ def check_arguments(given: Optimizer, call: str) -> None:
             f"`{call}` got {name}(loss_scale_factor={given.loss_scale_factor}), expected none: "
             "gradients reach the step unscaled. Undo a scale of your own: `grads.scale(1 / s)`."
         )
-    if given.use_ema and applies_by_itself(given):
+    if given.use_ema and keras_optimizers.applies_by_itself(given):
         raise ValueError(
             f"`{call}` got {name}(use_ema=True) with an `apply` of its own, expected one of the "
             "two: Keras would average parameters without gradient too. Leave the average to the "
@@ -120,7 +118,7 @@ def copy_of(given: Optimizer, call: str) -> Optimizer:
       ValueError: Its config can't make it again.
     """
     try:
-        config = _config(given)
+        config = keras_optimizers.config_without_rate(given)
         config.update({argument: None for argument in CLIP_ARGUMENTS}, learning_rate=0.0)
         optimizer = type(given).from_config(config)
     except Exception as error:
@@ -135,9 +133,7 @@ def copy_of(given: Optimizer, call: str) -> Optimizer:
             "expected a config that makes it again. Each group works on its own copy. "
             "Write `get_config` so that `type(opt).from_config(opt.get_config())` works."
         ) from error
-    for name in _EXCLUSIONS:
-        if hasattr(given, name):
-            setattr(optimizer, name, getattr(given, name))
+    keras_optimizers.copy_exclusions(given, optimizer)
     return optimizer
 
 
@@ -147,16 +143,10 @@ def twin_of(given: Optimizer, memo: dict) -> Optimizer:
     Keras' own copies lose schedules, functions and what is excluded from weight decay.
     """
     if id(given) not in memo:
-        twin, rate = copy_of(given, "copy.deepcopy(optim)"), given._learning_rate
+        twin, rate = copy_of(given, "copy.deepcopy(optim)"), keras_optimizers.rate_of(given)
         twin.learning_rate = copy.deepcopy(rate, memo) if callable(rate) else float(rate.numpy())
         memo[id(given)] = twin
     return memo[id(given)]
-
-
-def exclude(optimizer: Optimizer, variables: Iterable[Any]) -> None:
-    """Leaves variables out of weight decay, besides those that are left out already."""
-    keys = {optimizer._var_key(variable) for variable in variables}
-    setattr(optimizer, _EXCLUSIONS[0], keys | getattr(optimizer, _EXCLUSIONS[0], set()))
 
 
 def check_copy(given: Optimizer, optimizer: Optimizer, call: str) -> None:
@@ -183,20 +173,5 @@ def check_copy(given: Optimizer, optimizer: Optimizer, call: str) -> None:
         )
 
 
-def applies_by_itself(optimizer: Optimizer) -> bool:
-    """Does a subclass bring an `apply` of its own, which must not be bypassed?"""
-    names = ("apply", "apply_gradients", "_backend_apply_gradients", "_clip_gradients")
-    return any(getattr(type(optimizer), n) is not getattr(Optimizer, n) for n in names)
-
-
 def _is_kind(thing: Any) -> bool:
     return isinstance(thing, type) and issubclass(thing, Optimizer)
-
-
-def _config(given: Optimizer) -> dict[str, Any]:
-    """Its config without the rate: a function or schedule may have no config, and needs none."""
-    if callable(given._learning_rate):
-        shell = object.__new__(type(given))
-        shell.__dict__.update(vars(given), _learning_rate=0.0)
-        given = shell
-    return dict(given.get_config())

@@ -1,6 +1,6 @@
 """How the variables of one group are updated: by a Keras optimizer of their own.
 
-The one room that knows how `keras.optimizers.Optimizer` updates. It applies Keras' rules as
+It applies Keras' rules as
 they are, with three additions: several rates in one update, a subset of the variables at a
 time, and state by path that survives when the set of variables changes.
 """
@@ -16,16 +16,17 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
+from tfloop._backend import keras_optimizers
+from tfloop._backend.keras_optimizers import rate_of
+from tfloop._backend.keras_variables import around, replace_tf_variable
 from tfloop._checks.messages import listed
 from tfloop._model.paths import Variable, is_variable, tf_variable, variable_id
 from tfloop._optimizer.fused import Cell, Fused, Single, cells_of, first_value, has_value
 from tfloop._optimizer.keras_optimizer import (
-    applies_by_itself,
     check_arguments,
     check_copy,
     clipping_of,
     copy_of,
-    exclude,
     twin_of,
 )
 from tfloop._replicas import placement
@@ -35,22 +36,18 @@ from tfloop._tracing import traces
 
 _BUILD = "ModuleOptimizer.build(model)"
 _ROW_RULES = {
-    getattr(keras.optimizers, name).update_step
-    for name in ("SGD", "Adam", "Adamax", "Nadam", "Ftrl", "Lion", "Lamb")
+    kind.update_step
+    for kind in keras_optimizers.kinds("SGD", "Adam", "Adamax", "Nadam", "Ftrl", "Lion", "Lamb")
 }
 # Rules that treat each element alone, so that many variables can go through them as one vector.
-_ELEMENTWISE = {
-    getattr(keras.optimizers, name)
-    for name in (
-        *("SGD", "Adam", "AdamW", "RMSprop", "Nadam", "Lion", "Adagrad", "Adamax", "Ftrl"),
-        *("Adadelta", "ScheduleFreeAdamW"),
-    )
-}
+_ELEMENTWISE = keras_optimizers.kinds(
+    *("SGD", "Adam", "AdamW", "RMSprop", "Nadam", "Lion", "Adagrad", "Adamax", "Ftrl"),
+    *("Adadelta", "ScheduleFreeAdamW"),
+)
 _LARGE = 3 * 2**20
 """Elements from which on it pays to let XLA make one pass of a rule's dozen: it compiles for some
 0.07 s, and saves milliseconds with each update. Smaller ones are hidden behind what runs beside
 them, as XLA isn't: beside convolutions it gained nothing at two million, 5 to 14 % at four."""
-_NOT_SLOTS = {"_variables", "_trainable_variables", "_accumulated_gradients"}
 
 
 class GroupUpdate:
@@ -77,7 +74,7 @@ class GroupUpdate:
         self.clipping = clipping_of(given)
         self.state = State(copy_of(given, call), {}, fused)
         check_copy(given, self.state.optimizer, call)
-        self._rate_source: Any = given._learning_rate
+        self._rate_source: Any = rate_of(given)
         self.rate_changes = 0
         self._called_rate: tf.Variable | None = None
         self._asked = False
@@ -94,22 +91,14 @@ class GroupUpdate:
 
     def decay_of(self, path: str) -> float | None:
         """The weight decay that reaches the variable at `path`, if any."""
-        optimizer, variable = self.state.optimizer, self.state.targets[path]
         if not self._is_decayed(path):
             return None
-        if isinstance(optimizer, keras.optimizers.Muon) and optimizer._should_use_adamw(variable):
-            return optimizer.adam_weight_decay or None
-        return optimizer.weight_decay or None
+        return keras_optimizers.decay_of(self.state.optimizer, self.state.targets[path]) or None
 
     def _is_decayed(self, path: str) -> bool:
-        """Was it not excluded from weight decay?
-
-        Asked of the inner variable, as Keras' own update does: Keras looks for names in that one's
-        name, and remembers the answer for both.
-        """
-        optimizer, variable = self.state.optimizer, tf_variable(self.state.targets[path])
-        excluded = getattr(optimizer, "_is_excluded_from_weight_decay", None)  # Keras 3.16
-        return not excluded(variable) if excluded else optimizer._use_weight_decay(variable)
+        """Was it not excluded from weight decay?"""
+        variable = tf_variable(self.state.targets[path])
+        return keras_optimizers.is_decayed(self.state.optimizer, variable)
 
     def state_for(self, variables: Mapping[str, Variable]) -> "State":
         """Makes the state for a set of variables; those that have state keep it.
@@ -163,7 +152,7 @@ class GroupUpdate:
             new = State(copy_of(old.optimizer, _BUILD), dict(variables), old.fused)
             if not variables:
                 return new
-            exclude(new.optimizer, undecayed)
+            keras_optimizers.exclude(new.optimizer, undecayed)
             new.build()
         counts = old.counters()
         for name, counter in new.counters().items():
@@ -186,7 +175,7 @@ class GroupUpdate:
 
     def rate_variable(self) -> dict[str, tf.Variable]:
         """The rate of the optimizer that was given, where that is a variable, and so state."""
-        rate = self.given._learning_rate
+        rate = rate_of(self.given)
         return {"learning_rate": tf_variable(rate)} if is_variable(rate) else {}
 
     def own_rate(self) -> Any:
@@ -196,7 +185,7 @@ class GroupUpdate:
         plain number that it may give would be baked into a trace, so a trace reads it from a
         variable, which `refresh` brings up to date.
         """
-        rate = self.given._learning_rate
+        rate = rate_of(self.given)
         if isinstance(rate, LearningRateSchedule):
             return rate(self.state.optimizer.iterations)
         if not _is_function(rate):
@@ -211,13 +200,13 @@ class GroupUpdate:
 
     def schedule_name(self) -> str | None:
         """The class of the schedule that gives the rate, if one does."""
-        rate = self.given._learning_rate
+        rate = rate_of(self.given)
         return type(rate).__name__ if isinstance(rate, LearningRateSchedule) else None
 
     def refresh(self) -> None:
         """Brings up to date what a trace reads; called before each compiled step."""
-        if self.given._learning_rate is not self._rate_source:
-            self._rate_source = self.given._learning_rate
+        if (rate := rate_of(self.given)) is not self._rate_source:
+            self._rate_source = rate
             self.rate_changes += 1
         if self._called_rate is not None and _is_function(self._rate_source):
             if not self._asked:
@@ -225,7 +214,7 @@ class GroupUpdate:
             self._asked = False  # what its own trace asked counts for the first run
 
     def _remember(self, value: Any) -> None:
-        value = tf.cast(value, self.state.optimizer._learning_rate.dtype)
+        value = tf.cast(value, rate_of(self.state.optimizer).dtype)
         if self._called_rate is None:
             self._called_rate = tf.Variable(value, trainable=False, name="rate")
         self._called_rate.assign(value)
@@ -258,7 +247,7 @@ class GroupUpdate:
         rates: dict[str, tf.Tensor] = {}
         for rate, share in parts:
             # Cast once, so that variables of one rate are seen to share it.
-            rates |= dict.fromkeys(share, tf.cast(rate, optimizer._learning_rate.dtype))
+            rates |= dict.fromkeys(share, tf.cast(rate, rate_of(optimizer).dtype))
         some = [] if when is None else [tf.reduce_any(tf.stack([when[p] for p in grads]))]
         if _applies_alone(optimizer):
             if when is not None or placement.is_replica():
@@ -311,8 +300,9 @@ class GroupUpdate:
         """Runs once for all replicas: decay, Keras' rule, moving average, constraint, count."""
         optimizer = self.state.optimizer
         with keras.name_scope(optimizer.name):
-            if isinstance(optimizer, keras.optimizers.Nadam):
-                placement.update(strategy, optimizer._u_product, self._move_u_product, *some)
+            product = keras_optimizers.nadam_product(optimizer)
+            if product is not None:
+                placement.update(strategy, product, self._move_u_product, *some)
             for cell, values in zip(cells, inputs, strict=True):
                 if isinstance(cell, Fused):
                     run = functools.partial(self._update_vector, cell)
@@ -375,9 +365,10 @@ class GroupUpdate:
     ) -> None:
         """Decay, rule and moving average."""
         optimizer = self.state.optimizer
-        with _rate_set(optimizer, rate) as rate:
-            if type(optimizer)._apply_weight_decay is not Optimizer._apply_weight_decay:
-                optimizer._apply_weight_decay([cell.target])
+        with keras_optimizers.rate_set(optimizer, rate) as rate:
+            own_decay = keras_optimizers.own_decay(optimizer)
+            if own_decay is not None:
+                own_decay([cell.target])
             elif optimizer.weight_decay is not None:
                 self._decay(cell, variable, rate)
             optimizer.update_step(grad, variable, rate)
@@ -399,8 +390,7 @@ class GroupUpdate:
     def _average(self, variable: tf.Variable) -> None:
         """Keras' moving average."""
         optimizer = self.state.optimizer
-        index = optimizer._get_variable_index(variable)
-        average = tf_variable(optimizer._model_variables_moving_average[index])
+        average = keras_optimizers.moving_average_of(optimizer, variable)
         value = tf.convert_to_tensor(variable)
         started = tf.not_equal(optimizer.iterations, 0)
         momentum = tf.cast(started, value.dtype) * optimizer.ema_momentum
@@ -480,14 +470,14 @@ class State:
             optimizer.build(targets)
             if optimizer.use_ema:
                 # Keras fills the averages at its first update, of those that take part then.
-                averages = optimizer._model_variables_moving_average
+                averages = keras_optimizers.moving_averages(optimizer)
                 for average, target in zip(averages, targets, strict=True):
                     if average is not None:
                         average.assign(target)
         self.waiting = {path for path in unborn if any(map(_has_nan, self.slots(path).values()))}
         found = [self.counters(), *map(self.slots_of, self.cells)]
         known = {id(variable) for named in found for variable in named.values()}
-        known.add(id(tf_variable(optimizer._learning_rate)))
+        known.add(id(tf_variable(rate_of(optimizer))))
         lost = [v.name for v in optimizer.variables if id(tf_variable(v)) not in known]
         if lost:
             raise ValueError(
@@ -516,22 +506,11 @@ class State:
     def slots_of(self, cell: Cell) -> dict[str, tf.Variable]:
         """Slot -> variable, from the lists that Keras keeps parallel to its variables."""
         index, count = self._cell[cell.paths[0]], len(self.cells)
-        return {
-            name.lstrip("_"): tf_variable(value[index])
-            for name, value in vars(self.optimizer).items()
-            if name not in _NOT_SLOTS
-            and isinstance(value, list)
-            and len(value) == count
-            and is_variable(value[index])
-        }
+        return keras_optimizers.slots_of(self.optimizer, cell.target, index, count)
 
     def counters(self) -> dict[str, tf.Variable]:
         """Counter -> variable: what stands alone on the optimizer, but for the rate."""
-        return {
-            name.lstrip("_"): tf_variable(value)
-            for name, value in vars(self.optimizer).items()
-            if is_variable(value) and name != "_learning_rate"
-        }
+        return keras_optimizers.counters_of(self.optimizer)
 
 
 @contextlib.contextmanager
@@ -539,17 +518,16 @@ def _lent_values(
     optimizer: Optimizer, targets: list[keras.Variable]
 ) -> Iterator[list[keras.Variable]]:
     """Lets an optimizer be built on variables of which some have no value: they get NaN for it."""
-    unborn = [(target, target._value) for target in targets if not has_value(target)]
+    unborn = [(target, tf_variable(target)) for target in targets if not has_value(target)]
     for target, _ in unborn:
-        target._value = tf.Variable(first_value(target), name=target.name)
+        replace_tf_variable(target, tf.Variable(first_value(target), name=target.name))
     try:
         yield targets
     finally:
         for target, variable in unborn:
-            target._value = variable
-    if unborn:  # Keras finds the slots of a variable by that.
-        keys = map(optimizer._var_key, targets)
-        optimizer._trainable_variables_indices = {key: n for n, key in enumerate(keys)}
+            replace_tf_variable(target, variable)
+    if unborn:
+        keras_optimizers.index_anew(optimizer, targets)
 
 
 def _has_nan(slot: Any) -> bool:
@@ -562,7 +540,7 @@ def _as_keras(path: str, variable: Variable) -> keras.Variable:
     """A `keras.Variable` around a raw `tf.Variable`: Muon asks for its `path`."""
     if isinstance(variable, keras.Variable):
         return variable
-    target = keras.Variable(variable, name=path.replace("/", "_") or "variable", autocast=False)
+    target = around(variable, path.replace("/", "_") or "variable")
     target.constraint = variable.constraint
     target.overwrite_with_gradient = overwritten.overwrites(variable)
     return target
@@ -592,28 +570,8 @@ def _moves_all_rows(optimizer: Optimizer) -> bool:
 
 def _applies_alone(optimizer: Optimizer) -> bool:
     """Does a subclass do the update by itself, in a way that must not be taken apart?"""
-    known = [kind._backend_update_step for kind in (Optimizer, keras.optimizers.Nadam)]
-    return applies_by_itself(optimizer) or type(optimizer)._backend_update_step not in known
-
-
-@contextlib.contextmanager
-def _rate_set(optimizer: Optimizer, rate: tf.Tensor) -> Iterator[Any]:
-    """Lets `optimizer.learning_rate` be a tensor for a while: some rules read it there.
-
-    Past Keras' attribute tracking, and without the cost of writing a variable. Muon multiplies
-    dtypes that only a `keras.Variable` promotes, so it gets one.
-    """
-    attributes = vars(optimizer)
-    kept = attributes["_learning_rate"]
-    if isinstance(optimizer, keras.optimizers.Muon):
-        kept.assign(rate)
-        yield kept
-        return
-    attributes["_learning_rate"] = rate
-    try:
-        yield rate
-    finally:
-        attributes["_learning_rate"] = kept
+    by_itself = keras_optimizers.applies_by_itself(optimizer)
+    return by_itself or keras_optimizers.updates_by_itself(optimizer)
 
 
 def _count(counter: tf.Variable, some: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""The one room that knows `tf.distribute`: where state lives, and how replicas agree.
+"""`tf.distribute` for the rest of the house: where state lives, and how replicas agree.
 
 Gradients are reduced once per update; what changes variables runs once for all replicas. On one
 device everything here is plain.
@@ -7,7 +7,6 @@ device everything here is plain.
 import contextlib
 import contextvars
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfloop._backend.keras_variables import is_seed
+from tfloop._backend.tensorflow import is_default_strategy, replica_graph
 from tfloop._model.paths import Variable, tf_variable
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
@@ -74,8 +75,7 @@ def is_in_step() -> bool:
 
 def is_default(strategy: tf.distribute.Strategy | None) -> bool:
     """Is it TensorFlow's default strategy, one device without replicas, or none at all?"""
-    kind = None if strategy is None else type(strategy.extended).__name__
-    return kind in (None, "DefaultDistributionExtended")
+    return strategy is None or is_default_strategy(strategy)
 
 
 def is_replica() -> bool:
@@ -157,7 +157,7 @@ def spread_seeds(variables: Iterable[Variable], *, again: bool = False) -> None:
     """
     for variable in map(tf_variable, variables):
         strategy = strategy_of([variable])
-        if strategy is None or strategy.num_replicas_in_sync == 1 or not _is_seed(variable):
+        if strategy is None or strategy.num_replicas_in_sync == 1 or not is_seed(variable):
             continue
         if again or _SPREAD.get(id(variable)) is not variable:
             components = strategy.experimental_local_results(variable)
@@ -165,11 +165,6 @@ def spread_seeds(variables: Iterable[Variable], *, again: bool = False) -> None:
                 seed, drawn = component.numpy()
                 component.assign([(int(seed) + place * _SEED_STRIDE) % 2**31, drawn])
             _SPREAD[id(variable)] = variable
-
-
-def _is_seed(variable: tf.Variable) -> bool:
-    name = variable.name.rpartition("/")[2].partition(":")[0]
-    return name == "seed_generator_state" and variable.shape == (2,)
 
 
 def places(strategy: tf.distribute.Strategy) -> list[int]:
@@ -266,7 +261,7 @@ def assign_parts(variable: tf.Variable, values: Sequence[Any]) -> None:
     components = strategy.experimental_local_results(variable)
     for component, place in zip(components, places(strategy), strict=True):
         component.assign(values[place])
-    if _is_seed(variable):
+    if is_seed(variable):
         _SPREAD[id(variable)] = variable
 
 
@@ -432,7 +427,7 @@ def _check_unconditional() -> None:
     Raises:
       RuntimeError: It is called in a `tf.cond`, a loop or a `tf.function` inside the replica.
     """
-    theirs = getattr(threading.current_thread(), "graph", None)  # what TensorFlow compares
+    theirs = replica_graph()
     here = tf.compat.v1.get_default_graph()
     if not tf.executing_eagerly() and theirs is not None and theirs is not here:
         raise RuntimeError(

@@ -5,25 +5,13 @@ Losses, metrics and layers read them: without them padding counts, and a cross-e
 from probabilities that were rounded.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import tensorflow as tf
 
-# Keras has no public name for either; where it should rename one, nothing is taken along.
-NAMES = ("_keras_mask", "_keras_logits")
+from tfloop._backend.keras_tensors import NOTES, annotate, annotations
 
-
-def annotations(tensor: Any) -> dict[str, Any]:
-    """What Keras has noted on a tensor, by the names that it goes by."""
-    found = {name: getattr(tensor, name, None) for name in NAMES}
-    return {name: note for name, note in found.items() if note is not None}
-
-
-def annotate(tensor: Any, notes: Mapping[str, Any]) -> None:
-    """Notes it on another tensor."""
-    for name, note in notes.items():
-        setattr(tensor, name, note)
+__all__ = ["NOTES", "annotate", "annotations", "derived"]
 
 
 def derived(fn: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:

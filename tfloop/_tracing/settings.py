@@ -17,18 +17,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfloop._backend.keras_layers import bookkeeping
+from tfloop._backend.tensorflow import is_tracking
 from tfloop._tracing import code
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Those of Keras and TensorFlow are kinds of these, or say so.
 _CONTAINERS = (list, dict, tuple)
-# What a bare layer has, but it does tell how the layer computes.
-_TELLING = {"_trainable", "_dtype_policy", "_layers", "_remat_mode", "activity_regularizer"}
-# Set by `compile` and `fit`, which are no business of a step.
-_OF_FIT = {
-    *("optimizer", "history", "stop_training", "stop_predicting", "stop_evaluating"),
-    *("_compile_config", "_compiled_trainable_state", "_eval_epoch_iterator", "_loss_tracker"),
-}
 
 
 class Settings:
@@ -127,7 +122,7 @@ def _contents(container: Any) -> list[Any]:
 
 def _names(thing: Any) -> list[str]:
     """The attributes that tell how a layer or module computes."""
-    kept = _bookkeeping() if isinstance(thing, keras.layers.Layer) else frozenset[str]()
+    kept = bookkeeping() if isinstance(thing, keras.layers.Layer) else frozenset[str]()
     kind: Any = type(thing)
     ours = _is_of_user(kind)
     written = _written(kind) if ours else frozenset[str]()
@@ -135,18 +130,10 @@ def _names(thing: Any) -> list[str]:
         name
         for name, value in vars(thing).items()
         if name not in kept
-        and not name.startswith("_self_")
+        and not is_tracking(name)
         and not (isinstance(value, tf.Tensor) and (ours or not hasattr(value, "numpy")))
         and not (name in written and isinstance(value, (*PLAIN, tuple)))
     ]
-
-
-@functools.lru_cache(maxsize=1)
-def _bookkeeping() -> frozenset[str]:
-    """What Keras keeps of every layer and model."""
-    # Named, so that no automatic name is used up.
-    bare = (keras.layers.Layer(name="bare"), keras.Model(name="bare"))
-    return frozenset({name for thing in bare for name in vars(thing)} | _OF_FIT) - _TELLING
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
+from tfloop._backend.tensorflow import outer_graph
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -86,7 +88,7 @@ def _open_recorders() -> list[dict[int, Dependency]]:
     while graph is not None:
         if id(graph) in _recorders:
             found.append(_recorders[id(graph)])
-        graph = getattr(graph, "outer_graph", None)
+        graph = outer_graph(graph)
     return found
 
 

@@ -1,0 +1,79 @@
+"""Private of `keras.layers.Layer` and `keras.Model`: what they track, and what is their own."""
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfloop._backend.versions import unsupported
+
+_LAYER = "keras.layers.Layer"
+_TRACKED = ("_trainable_variables", "_non_trainable_variables", "_seed_generators", "_layers")
+# What a bare layer has, but it does tell how the layer computes.
+_TELLING = {"_trainable", "_dtype_policy", "_layers", "_remat_mode", "activity_regularizer"}
+# What `compile`, `fit` and `evaluate` set beside what a bare model has. Keras may add to them: a
+# step is then traced again after these calls, and right.
+_OF_FIT = {
+    *("optimizer", "history", "stop_training", "stop_predicting", "stop_evaluating"),
+    *("_compile_config", "_compiled_trainable_state", "_eval_epoch_iterator", "_loss_tracker"),
+}
+
+
+def tracked(layer: Any) -> list[Any]:
+    """The variables, seed generators and layers that a layer holds itself, attributes or not."""
+    return [thing for name in _TRACKED for thing in _of_layer(layer, name, "what it tracks")]
+
+
+def inner_layers(layer: Any) -> Iterator[Any]:
+    """The layers below a layer, at any depth; shared ones more than once."""
+    for inner in _of_layer(layer, "_layers", "its own layers"):
+        yield inner
+        yield from inner_layers(inner)
+
+
+def own_losses(layer: Any) -> list[Any]:
+    """What the last call of a layer added by `add_loss` and as activity penalty.
+
+    Without the layers inside and without the penalties of variables, both of which `losses` has.
+    """
+    return _of_layer(layer, "_get_own_losses", "the losses that its last call added")()
+
+
+@functools.cache
+def records() -> frozenset[str]:
+    """The private attributes in which Keras keeps a second record of what the others hold.
+
+    Those of bare layers and models of each kind, as this Keras makes them; public ones, such as
+    `loss`, may be the user's.
+    """
+    x = keras.Input((1,), name="bare")
+    kinds = (_bare(), (keras.Sequential(name="bare"), keras.Model(x, x, name="bare")))
+    found = {name for things in kinds for thing in things for name in vars(thing)}
+    return frozenset(name for name in found if name.startswith("_"))
+
+
+@functools.cache
+def bookkeeping() -> frozenset[str]:
+    """The attributes of a layer or model that don't tell how it computes."""
+    return frozenset({name for thing in _bare() for name in vars(thing)} | _OF_FIT) - _TELLING
+
+
+def snake_case(name: str) -> str:
+    """Keras' own rule for automatic names: `Conv2D` gives `conv2d`, `MyBlock` `my_block`."""
+    name = re.sub(r"\W+", "", name)
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _bare() -> tuple[Any, Any]:
+    # Named, so that no automatic name is used up.
+    return keras.layers.Layer(name="bare"), keras.Model(name="bare")
+
+
+def _of_layer(layer: Any, name: str, meaning: str) -> Any:
+    try:
+        return getattr(layer, name)
+    except AttributeError:
+        raise unsupported(name, _LAYER, meaning) from None
