@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -26,11 +25,16 @@ def tracked(layer: Any) -> list[Any]:
     return [thing for name in _TRACKED for thing in _of_layer(layer, name, "what it tracks")]
 
 
-def inner_layers(layer: Any) -> Iterator[Any]:
-    """The layers below a layer, at any depth; shared ones more than once."""
-    for inner in _of_layer(layer, "_layers", "its own layers"):
-        yield inner
-        yield from inner_layers(inner)
+def inner_layers(layer: Any) -> list[Any]:
+    """The layers below a layer, at any depth, each once."""
+    found: dict[int, Any] = {}
+    waiting = [layer]
+    while waiting:
+        for inner in _of_layer(waiting.pop(), "_layers", "its own layers"):
+            if id(inner) not in found:
+                found[id(inner)] = inner
+                waiting.append(inner)
+    return [*found.values()]
 
 
 def own_losses(layer: Any) -> list[Any]:
@@ -41,17 +45,22 @@ def own_losses(layer: Any) -> list[Any]:
     return _of_layer(layer, "_get_own_losses", "the losses that its last call added")()
 
 
-@functools.cache
-def records() -> frozenset[str]:
+@functools.lru_cache(maxsize=1024)
+def records(kind: type) -> frozenset[str]:
     """The private attributes in which Keras keeps a second record of what the others hold.
 
-    Those of bare layers and models of each kind, as this Keras makes them; public ones, such as
+    Those that a bare layer or model of its kind has, as this Keras makes it. Public ones, such as
     `loss`, may be the user's.
     """
+    own = _private_attributes()
+    return frozenset[str]().union(*(own[base] for base in own if issubclass(kind, base)))
+
+
+@functools.cache
+def _private_attributes() -> dict[type, set[str]]:
     x = keras.Input((1,), name="bare")
-    kinds = (_bare(), (keras.Sequential(name="bare"), keras.Model(x, x, name="bare")))
-    found = {name for things in kinds for thing in things for name in vars(thing)}
-    return frozenset(name for name in found if name.startswith("_"))
+    bare = (*_bare(), keras.Sequential(name="bare"), keras.Model(x, x, name="bare"))
+    return {type(thing): {name for name in vars(thing) if name[0] == "_"} for thing in bare}
 
 
 @functools.cache

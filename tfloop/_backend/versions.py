@@ -1,6 +1,6 @@
 """What is said where a library isn't what tfloop was written for."""
 
-import importlib.metadata
+import sys
 
 TESTED = {
     "keras": "keras>=3.15.1,<3.16",
@@ -19,17 +19,9 @@ def unsupported(name: str, owner: str, meaning: str) -> RuntimeError:
       meaning: What it is to us.
     """
     library = owner.partition(".")[0]
-    tested = TESTED[library]
-    distribution = "dm-sonnet" if library == "sonnet" else library
+    version = getattr(sys.modules.get(library), "__version__", "of unknown version")
     return RuntimeError(
-        f"tfloop needs `{name}` of `{owner}`: got {distribution} {_version(distribution)} without "
-        f"it, expected {meaning}. It is private, and was renamed or removed. Report it, or install "
-        f"what tfloop was tested with: `pip install '{tested}'`."
+        f"tfloop needs `{name}` of `{owner}`: got {library} {version} without it, "
+        f"expected {meaning}. It is private, and was renamed or removed. Report it, or install "
+        f"what tfloop was tested with: `pip install '{TESTED[library]}'`."
     )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:  # a nightly has a name of its own
-        return "(of unknown version)"
