@@ -45,13 +45,18 @@ def own_losses(layer: Any) -> list[Any]:
     return _of_layer(layer, "_get_own_losses", "the losses that its last call added")()
 
 
-@functools.lru_cache(maxsize=1024)
-def records(kind: type) -> frozenset[str]:
+def records(layer: Any) -> frozenset[str]:
     """The private attributes in which Keras keeps a second record of what the others hold.
 
     Those that a bare layer or model of its kind has, as this Keras makes it. Public ones, such as
     `loss`, may be the user's.
     """
+    kind: Any = type(layer)
+    return _records(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _records(kind: type) -> frozenset[str]:
     own = _private_attributes()
     return frozenset[str]().union(*(own[base] for base in own if issubclass(kind, base)))
 

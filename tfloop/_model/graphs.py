@@ -166,7 +166,7 @@ def _children_of_layer(layer: Any) -> Iterator[tuple[str, Any]]:
     keeping the result, layers in a set.
     """
     named = layer.layers if _has_named_layers(layer) else []
-    attributes = list(_attributes(layer, ignored=keras_layers.records(type(layer))))
+    attributes = list(_attributes(layer, ignored=keras_layers.records(layer)))
     met = {id(child) for child in named} | ids_below([child for _, child in attributes])
     yield from _named_by_keras(named)
     yield from attributes
