@@ -87,9 +87,12 @@ def exclude(optimizer: Optimizer, variables: Iterable[Any]) -> None:
 
     Keras' public call forgets what it was told before.
     """
+    variables = [*variables]
+    if not variables:
+        return
     _check_exclusions()
     keys, pattern = (getattr(optimizer, name, None) for name in _EXCLUSIONS)
-    optimizer.exclude_from_weight_decay(var_list=[*variables])
+    optimizer.exclude_from_weight_decay(var_list=variables)
     setattr(optimizer, _EXCLUSIONS[0], getattr(optimizer, _EXCLUSIONS[0]) | (keys or set()))
     setattr(optimizer, _EXCLUSIONS[1], pattern)
 
