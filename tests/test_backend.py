@@ -214,11 +214,10 @@ strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 inside = [False]
 
 def loss():
-    value = keras.losses.MeanSquaredError()(tf.constant([0.0]), tf.constant([2.0]))
-    return [float(v) for v in strategy.experimental_local_results(strategy.run(lambda: value_of()))]
+    return [float(v) for v in strategy.experimental_local_results(strategy.run(value_of))]
 
 def value_of():
-    return keras.losses.MeanSquaredError()(tf.constant([0.0]), tf.constant([2.0]))
+    return keras.losses.MeanSquaredError()(tf.zeros((3, 1)), 2.0 * tf.ones((3, 1)))
 
 assert loss() == [2.0, 2.0], loss()
 keras_losses.keep_whole(lambda: inside[0])
@@ -447,7 +446,8 @@ class TestRates:
     def test_a_config_needs_none_of_a_function(self):
         optimizer = optimizers.Adam(lambda: 0.5, beta_1=0.5)
         config = keras_optimizers.config_without_rate(optimizer)
-        assert (config["learning_rate"], config["beta_1"]) == (0.0, 0.5)
+        assert config["beta_1"] == 0.5
+        assert isinstance(config["learning_rate"], float)
         assert callable(keras_optimizers.rate_of(optimizer))
         assert keras_optimizers.config_without_rate(optimizers.Adam(0.25))["learning_rate"] == 0.25
 
@@ -473,7 +473,8 @@ class TestKinds:
             monkeypatch.delattr(optimizers, name, raising=False)
         model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
         optim = ModuleOptimizer(optimizers.Adam(weight_decay=0.5)).build(model)
-        optim.step(1.0, model, {p: tf.zeros(v.shape) for p, v in named_parameters(model).items()})
+        grads = {path: tf.zeros(v.shape) for path, v in named_parameters(model).items()}
+        optim.step(1.0, model, tfloop.GradientsParams(grads))
         assert optim._groups[0].update.decay_of("dense.kernel") == 0.5
 
 
@@ -776,20 +777,24 @@ class TestTensorFlow:
         concrete = divide.get_concrete_function(tf.TensorSpec(()))
         lines, tag = tensorflow.located(concrete)
         text = f"{tag} {{{{node CheckNumerics}}}} not finite"
-        with pytest.raises(tf.errors.InvalidArgumentError, match="check_numerics"), lines:
+        with (
+            pytest.raises(
+                tf.errors.InvalidArgumentError,
+                match=message("Graph execution error", "test_backend.py"),
+            ),
+            lines,
+        ):
             raise tf.errors.InvalidArgumentError(None, None, text)
 
     def test_without_that_the_error_is_raised_as_it_is(self, monkeypatch):
-        from tensorflow.python.eager.polymorphic_function import atomic_function
-
         @tfloop.compile
         def divide(x):
             return tf.debugging.check_numerics(1.0 / x, "not finite")
 
         for _ in range(3):
             divide(tf.constant(1.0))
-        monkeypatch.delattr(atomic_function, "InterpolateRuntimeError")
         concrete = tf.function(lambda: tf.constant(1.0)).get_concrete_function()
+        hide(monkeypatch, type(concrete), "inference_fn")
         assert tensorflow.located(concrete) is None
         with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
             divide(tf.constant(0.0))
@@ -830,12 +835,14 @@ class TestTensorFlow:
 
     def test_what_a_module_ignores_is_tensorflows_own_or_said(self):
         class Hidden(tf.Module):
-            _TF_MODULE_IGNORED_PROPERTIES = frozenset({"secret"})
+            _TF_MODULE_IGNORED_PROPERTIES = frozenset(
+                {"secret", *tf.Module._TF_MODULE_IGNORED_PROPERTIES}
+            )
 
         assert all(map(tensorflow.is_tracking, tensorflow.ignored_attributes(tf.Module())))
         module = Hidden()
         module.secret, module.shown = tf.Variable(1.0), tf.Variable(1.0)
-        assert tensorflow.ignored_attributes(module) == {"secret"}
+        assert "secret" in tensorflow.ignored_attributes(module)
         assert list(named_parameters(module)) == ["shown"]
         assert len(module.variables) == 1
 
@@ -849,18 +856,18 @@ class TestTensorFlow:
 
 _WITHOUT = """
 import sys, types
-import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.framework import op_def_registry
+import keras, tensorflow as tf
 
-del record.could_possibly_record, op_def_registry.get
-real, names = tf.__internal__, {n: getattr(tf.__internal__, n) for n in dir(tf.__internal__)}
-import keras
-tf.__internal__ = types.SimpleNamespace(**{n: v for n, v in names.items() if n != "EagerTensor"})
-import tfloop
+names = ["tensorflow.python.eager.record", "tensorflow.python.framework.op_def_registry"]
+kept, internal = {name: sys.modules[name] for name in names}, tf.__internal__
+sys.modules.update({name: types.ModuleType(name) for name in names})
+without = {n: getattr(internal, n) for n in dir(internal) if n != "EagerTensor"}
+tf.__internal__ = types.SimpleNamespace(**without)
 from tfloop._backend import tensorflow
+tf.__internal__ = internal
+sys.modules.update(kept)
+import tfloop
 
-tf.__internal__ = real
 assert tensorflow.a_tape_is_open() and tensorflow.has_state("AddV2")
 traces = []
 
@@ -890,7 +897,7 @@ class TestSonnet:
         assert not sonnet.refuses_flag(snt.Linear(1))
         assert not sonnet.refuses_flag(layers.Dense(1))
         mlp(rows(2, 3), is_training=None if rate is None else False)
-        assert in_every_mode(tfloop.valid(mlp))[mode](rows(2, 3)).shape == (2, 1)
+        assert in_every_mode(lambda x: tfloop.valid(mlp)(x))[mode](rows(2, 3)).shape == (2, 1)
         with pytest.raises(ValueError, match="is_training"):
             mlp(rows(2, 3), is_training=False if rate is None else None)
 

@@ -59,7 +59,10 @@ def rate_set(optimizer: Optimizer, rate: tf.Tensor) -> Iterator[Any]:
 
 
 def config_without_rate(optimizer: Optimizer) -> dict[str, Any]:
-    """Its config, where a rate that is a function or schedule is 0: it may have no config."""
+    """Its config, with any number for a rate that is a function or schedule.
+
+    Those may have no config.
+    """
     if callable(rate_of(optimizer)):
         shell = object.__new__(type(optimizer))
         shell.__dict__.update(vars(optimizer), **{_RATE: 0.0})

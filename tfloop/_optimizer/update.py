@@ -1,8 +1,7 @@
 """How the variables of one group are updated: by a Keras optimizer of their own.
 
-It applies Keras' rules as
-they are, with three additions: several rates in one update, a subset of the variables at a
-time, and state by path that survives when the set of variables changes.
+It applies Keras' rules as they are, with three additions: several rates in one update, a subset of
+the variables at a time, and state by path that survives when the set of variables changes.
 """
 
 import contextlib
@@ -71,10 +70,10 @@ class GroupUpdate:
     def __init__(self, given: Optimizer, call: str, *, fused: bool = True) -> None:
         check_arguments(given, call)
         self.given = given
+        self._rate_source: Any = rate_of(given)
         self.clipping = clipping_of(given)
         self.state = State(copy_of(given, call), {}, fused)
         check_copy(given, self.state.optimizer, call)
-        self._rate_source: Any = rate_of(given)
         self.rate_changes = 0
         self._called_rate: tf.Variable | None = None
         self._asked = False

@@ -1,4 +1,4 @@
-"""The one room that knows `tf.IndexedSlices`: deduplicate, densify, add, scale, measure.
+"""The arithmetic of `tf.IndexedSlices`: deduplicate, densify, add, scale, measure.
 
 The gradient of an embedding lookup comes as rows and their numbers, the same number often
 more than once. Most Keras optimizers and every norm are wrong on repeated rows; everything
