@@ -129,7 +129,8 @@ def names_of_others() -> set[str]:
     """Private names of objects of Keras and TensorFlow, among which ours would go unnoticed."""
     x = keras.Input((1,), name="bare")
     things: list[Any] = [
-        *(keras.layers.Layer(name="bare"), keras.Sequential(name="bare"), keras.Model(x, x)),
+        *(keras.layers.Layer(name="bare"), keras.Sequential(name="bare")),
+        keras.Model(x, keras.layers.ReLU()(x)),
         *(keras.optimizers.Nadam(), keras.optimizers.Muon(), keras.Variable(0.0)),
         *(keras.losses.MeanSquaredError(), keras.metrics.Mean(), keras.random.SeedGenerator(1)),
         *(tf.constant(0.0), tf.Variable(0.0), tf.Module(), tf.Graph(), tf.GradientTape()),

@@ -64,8 +64,16 @@ def _records(kind: type) -> frozenset[str]:
 @functools.cache
 def _private_attributes() -> dict[type, set[str]]:
     x = keras.Input((1,), name="bare")
-    bare = (*_bare(), keras.Sequential(name="bare"), keras.Model(x, x, name="bare"))
+    functional = keras.Model(x, _Nothing(name="nothing")(x), name="bare")
+    bare = (*_bare(), keras.Sequential(name="bare"), functional)
     return {type(thing): {name for name in vars(thing) if name[0] == "_"} for thing in bare}
+
+
+class _Nothing(keras.layers.Layer):
+    """A layer that needs no trace, and gives a tensor that uses up no automatic name."""
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor(x.shape, x.dtype, name="bare")
 
 
 @functools.cache
