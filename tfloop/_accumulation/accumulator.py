@@ -18,7 +18,7 @@ from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import described, listed, not_pickled
 from tfloop._gradients.params import GradientsParams
 from tfloop._model.paths import AddressBook, address_book, root_key, tf_variable
-from tfloop._replicas import placement
+from tfloop._replicas import contexts, per_replica, placement, seeds
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import checked_weight, divided, weighted
 from tfloop._tensors.sparse import Gradient
@@ -200,13 +200,13 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "none: a sum has no weights. For the mean over samples make it with "
                 "`tfloop.GradientsAccumulator(reduction='mean')`."
             )
-        with placement.one_at_a_time(self._lock):
+        with contexts.one_at_a_time(self._lock):
             self._accumulate(model, grads, weight)
 
     def _accumulate(self, model: Any, grads: GradientsParams, weight: Any) -> None:
         weight, factor = self._weights(weight)
         book = self._prepare(model, _ACCUMULATE)
-        placement.check_context(_ACCUMULATE, book.variables)
+        contexts.check_context(_ACCUMULATE, book.variables)
         trainable = book.parameters()
         checked = grads.checked(book, _ACCUMULATE)
         grads._consume(_ACCUMULATE)
@@ -254,7 +254,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
           ValueError: The weights sum to 0.
         """
         traces.depends_on(self)
-        with placement.one_at_a_time(self._lock):
+        with contexts.one_at_a_time(self._lock):
             return self._taken()
 
     def _taken(self) -> GradientsParams:
@@ -272,7 +272,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     def reset(self) -> None:
         """Empties the window without using it."""
         traces.depends_on(self)
-        with placement.one_at_a_time(self._lock):
+        with contexts.one_at_a_time(self._lock):
             self._restored = {}
             for variable in (self._count, self._weight, self._present, *self._buffers.values()):
                 variable.assign(tf.zeros_like(variable))
@@ -297,7 +297,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         parts = self._parts()
         held = (pair for pair, there in zip(self._buffers.items(), flags, strict=True) if there)
         sums = {
-            f"{self.reduction}/{path}": placement.largest(buffer)
+            f"{self.reduction}/{path}": per_replica.maximum(buffer)
             if overwritten.is_value(path)
             else _part(buffer, parts)
             for path, buffer in held
@@ -430,14 +430,14 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         self._sums_of(self._restored, buffers)  # raises before anything is changed
         self._model, self._book, self._buffers = model, book, buffers
         home = list(book.variables.values())
-        placement.spread_seeds(home)
+        seeds.make_distinct(home)
         with placement.scope_of(home):
             self._present = tf.Variable(
                 present, dtype=tf.float32, name="present", **placement.SUMMED
             )
-        self._count = placement.at_home(self._count, home, placement.OF_THE_FIRST)
-        self._weight = placement.at_home(self._weight, home, placement.SUMMED)
-        self._layout = placement.at_home(self._layout, home, placement.ALIKE)
+        self._count = placement.placed_with(self._count, home, placement.OF_THE_FIRST)
+        self._weight = placement.placed_with(self._weight, home, placement.SUMMED)
+        self._layout = placement.placed_with(self._layout, home, placement.MIRRORED)
         self._version += 1
         self._layout.assign(self._version)
         if self._restored:
@@ -454,7 +454,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
 
     def _weights(self, weight: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
         """How much a micro-batch counts, and by what its gradients are multiplied, if at all."""
-        share = placement.share()
+        share = contexts.share()
         if share is None or weight is not None:
             weight = checked_weight(_ACCUMULATE, 1 if weight is None else weight)
             return weight, weight if self.reduction == "mean" else None
@@ -466,7 +466,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
 
     def _window(self, call: str) -> Window:
         # What differs between replicas must not decide what they do: they reduce together.
-        known = tf.executing_eagerly() and not placement.is_replica()
+        known = tf.executing_eagerly() and not contexts.is_replica()
         if self._restored:
             raise RuntimeError(
                 f"`{call}` can't tell yet what a restored window belongs to: got no model so far, "

@@ -28,7 +28,7 @@ from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.keras_optimizer import CLIP_ARGUMENTS
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._optimizer.record import GroupRecord, dump
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tensors.overwritten import path_for
 
 _CALL = "ModuleOptimizer.as_keras(model)"
@@ -242,7 +242,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         if scaler is not None and self._notes.is_scaled:
             # Not where Keras' LossScaleOptimizer is around this one: it scales by itself.
             found, self._notes.is_scaled = found.map(scaler.unscaled), False
-        replicas = placement.count()
+        replicas = contexts.count()
         if replicas == 1 or self.optim.reduction == "sum":
             return found
         if self.optim.reduction is None:

@@ -15,7 +15,7 @@ from keras.optimizers.schedules import LearningRateSchedule
 from tfloop._checks.messages import described, listed
 from tfloop._model.paths import Variable
 from tfloop._optimizer.fused import has_value
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tracing import traces
 from tfloop.schedulers._base import is_number
 
@@ -123,7 +123,7 @@ def assert_born(unborn: Sequence[str]) -> list[tf.Operation]:
 
 def check_born_on_replicas(call: str, parameters: Mapping[str, Variable]) -> None:
     """Refuses parameters that are born in the trace of a replica, where nothing fills them."""
-    if placement.count() == 1:
+    if contexts.count() == 1:
         return
     unborn = traces.eagerly(lambda: [path for path, v in parameters.items() if not has_value(v)])
     if unborn:

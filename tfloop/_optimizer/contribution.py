@@ -14,7 +14,7 @@ from tfloop._checks.messages import described
 from tfloop._gradients.params import GradientsParams
 from tfloop._model.paths import AddressBook
 from tfloop._optimizer.checks import STEP
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._replicas.reduction import Total, check_counts, moved_state, total
 from tfloop._tensors.counts import checked_weight
 
@@ -69,10 +69,10 @@ class Contribution:
             present = {path: self._present[path] for path in grads}
             present[_WINDOW] = self._is_filled
         statistics = {}
-        if placement.count() > 1:
+        if contexts.count() > 1:
             moved = moved_state(book)
             statistics = {path: tf.convert_to_tensor(v) for path, v in moved.items()}
-        share = placement.share()
+        share = contexts.share()
         found = total(
             grads,
             self._weight,
@@ -120,7 +120,7 @@ def _weight_of(
                 "is left to be weighed. Leave it out: `optim.step(lr, model, grads)`."
             )
         return checked_weight(STEP, weight)
-    share = placement.share()
+    share = contexts.share()
     if share is None or reduction is None:
         return None
     if accumulator is None:

@@ -41,7 +41,7 @@ from tfloop._optimizer.routing import (
     owners,
 )
 from tfloop._optimizer.update import GroupUpdate, State
-from tfloop._replicas import placement
+from tfloop._replicas import contexts, placement, seeds, synchronized
 from tfloop._replicas.reduction import check_reduction
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
@@ -264,7 +264,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         window = (
             grads._lock if isinstance(grads, GradientsAccumulator) else contextlib.nullcontext()
         )
-        with placement.one_at_a_time(self._lock), placement.one_at_a_time(window):
+        with contexts.one_at_a_time(self._lock), contexts.one_at_a_time(window):
             self._step(rate, model, grads, weight)
         return model
 
@@ -274,7 +274,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         """All of a step; nothing is changed before everything is checked."""
         book = self._prepare(model, STEP)
         self._is_new_copy = False
-        placement.check_context(STEP, book.variables)
+        contexts.check_context(STEP, book.variables)
         if isinstance(rate, ModuleLearningRate):
             self._check_groups_of(rate, book)
         brought = Contribution(grads, model, book, weight, self._reduction)
@@ -299,7 +299,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             updated = tf.constant(bool(plans))
             if total.present is not None and plans:
                 updated = tf.reduce_any(tf.stack(list(total.present.values())))
-            placement.once(
+            synchronized.once(
                 functools.partial(self._apply, [work.run for work in works]),
                 [(work.inputs, work.some) for work in works],
                 updated,
@@ -526,11 +526,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             self._pending = None  # else it is needed once more
         home = list(book.variables.values())
         for name in ("_iterations", "_skipped", "_routing"):
-            moved = placement.at_home(getattr(self, name), home, placement.ALIKE)
+            moved = placement.placed_with(getattr(self, name), home, placement.MIRRORED)
             setattr(self, name, moved)
         if self._scaler is not None:
             self._scaler.move_home(home)
-        placement.spread_seeds(home)
+        seeds.make_distinct(home)
         self._model, self._book, self._owner, self._groups = model, book, owner, groups
         self._mark_changed()
 
@@ -642,20 +642,20 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         def change() -> tf.Tensor:
             for run, (values, some) in zip(runs, inputs, strict=True):
                 run(strategy, values, some)
-            placement.update(strategy, self._iterations, _add, updated)
+            synchronized.update(strategy, self._iterations, _add, updated)
             return tf.constant(0)
 
         with self._lock:  # a trace, too, sets a rate on the Keras optimizer for a while
             if finite:
-                sound = placement.agreed(strategy, finite[0])
+                sound = synchronized.agreed(strategy, finite[0])
                 tf.cond(sound, change, lambda: tf.constant(0))
-                placement.update(strategy, self._skipped, _add, tf.logical_not(sound))
+                synchronized.update(strategy, self._skipped, _add, tf.logical_not(sound))
                 if self._scaler is not None:
                     self._scaler.adapt(strategy, sound)
             else:
                 change()
             for path, mean in statistics.items():
-                placement.assign(strategy, self._book.variables[path], mean)
+                synchronized.assign(strategy, self._book.variables[path], mean)
 
     def _checks(self, plans: list[tuple[GroupUpdate, list]]) -> list[tf.Operation]:
         """What can only be known when the step runs."""

@@ -28,7 +28,7 @@ from tfloop._optimizer.keras_optimizer import (
     copy_of,
     twin_of,
 )
-from tfloop._replicas import placement
+from tfloop._replicas import contexts, placement, synchronized
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
@@ -249,7 +249,7 @@ class GroupUpdate:
             rates |= dict.fromkeys(share, tf.cast(rate, rate_of(optimizer).dtype))
         some = [] if when is None else [tf.reduce_any(tf.stack([when[p] for p in grads]))]
         if _applies_alone(optimizer):
-            if when is not None or placement.is_replica():
+            if when is not None or contexts.is_replica():
                 raise ValueError(
                     f"`ModuleOptimizer.step(lr, model, grads)` can't make an update of {self.name} "
                     "depend on a run: got a class with an `apply` of its own, expected Keras'. It "
@@ -301,14 +301,14 @@ class GroupUpdate:
         with keras.name_scope(optimizer.name):
             product = keras_optimizers.nadam_product(optimizer)
             if product is not None:
-                placement.update(strategy, product, self._move_u_product, *some)
+                synchronized.update(strategy, product, self._move_u_product, *some)
             for cell, values in zip(cells, inputs, strict=True):
                 if isinstance(cell, Fused):
                     run = functools.partial(self._update_vector, cell)
                 else:
                     run = functools.partial(self._update_one, cell)
-                placement.update(strategy, cell.target, run, *values)
-            placement.update(strategy, optimizer.iterations, _count, *some)
+                synchronized.update(strategy, cell.target, run, *values)
+            synchronized.update(strategy, optimizer.iterations, _count, *some)
 
     def _update_one(
         self, cell: Single, variable: tf.Variable, grad: Gradient, rate: tf.Tensor, flag: Any = None

@@ -1,6 +1,6 @@
 """What the gradients of all replicas are together: a sum, or a mean over samples.
 
-Knows weights and absences; how tensors are sent is `placement`'s business.
+Knows weights and absences; how tensors are sent is `collectives`' business.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfloop._checks.messages import described
 from tfloop._model.paths import AddressBook, is_variable, tf_variable, variable_id
-from tfloop._replicas import placement
+from tfloop._replicas import collectives, contexts, per_replica
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import divided, weighted
 from tfloop._tensors.sparse import Gradient, accumulation_dtype, map_values
@@ -58,7 +58,7 @@ def total(
       statistics: Path -> what this replica has of `moved_state`; means in any case.
       rows: How much this replica counts in these, where it isn't `weight`.
     """
-    replicas, one = placement.count(), tf.constant(1.0)
+    replicas, one = contexts.count(), tf.constant(1.0)
     grads, values = overwritten.parted(grads)
     present = None if present is None else dict(present)
     if weighed and weight is not None and (replicas == 1 or reduction != "mean"):
@@ -68,20 +68,20 @@ def total(
     if replicas == 1:
         return Total(grads | values, weight, present, {})
     # A sum over rows of zeros is what each replica has; so what all have alike stays, bit for bit.
-    own = {path: placement.in_own_row(_wide(value)) for path, value in (statistics or {}).items()}
+    own = {path: collectives.in_own_row(_wide(value)) for path, value in (statistics or {}).items()}
     counted = next((w for w in (weight, rows) if w is not None), one)
-    riders = [placement.in_own_row(tf.cast(counted, tf.float32))] if own else []
+    riders = [collectives.in_own_row(tf.cast(counted, tf.float32))] if own else []
     if reduction is None:
-        parts, riders = placement.reduce_sum(own, riders) if own else ({}, riders)
+        parts, riders = collectives.reduce_sum(own, riders) if own else ({}, riders)
         return Total(grads | values, weight, present, _means(statistics, parts, riders))
     apart = {
-        path: placement.in_own_row(_only_if(_counts(path, weight, present), value))
+        path: collectives.in_own_row(_only_if(_counts(path, weight, present), value))
         for path, value in values.items()
     }
     riders.append(one if weight is None else tf.cast(weight, tf.float32))
     if present is not None:
         riders.append(tf.cast(tf.stack(list(present.values())), tf.float32))
-    sums, riders = placement.reduce_sum(grads | own | apart, riders)
+    sums, riders = collectives.reduce_sum(grads | own | apart, riders)
     means = _means(statistics, sums, riders)
     weights = riders[1 if own else 0]
     if present is not None:
@@ -146,7 +146,7 @@ def moved_state(book: AddressBook) -> dict[str, Any]:
     return {
         path: tf_variable(variable)
         for path, variable in book.floating().items()
-        if placement.drifts(variable)
+        if per_replica.is_unsynchronized(variable)
         and variable_id(variable) not in samples
         and tf.TensorShape(variable.shape).is_fully_defined()
     }
