@@ -323,7 +323,9 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         for number, group in enumerate(optim._groups):
             members = [path for path in served if optim._owner[path] == number]
             update = group.update
-            undecayed = [p for p in members if update is not None and update.decay_of(p) is None]
+            undecayed = [
+                p for p in members if update is not None and update.state.decay_of(p) is None
+            ]
             if members or number == 0:
                 given = None if update is None else update.given
                 ratio = self._notes.ratios.get(number)

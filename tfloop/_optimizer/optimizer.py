@@ -40,7 +40,8 @@ from tfloop._optimizer.routing import (
     check_no_complex,
     owners,
 )
-from tfloop._optimizer.update import GroupUpdate, State
+from tfloop._optimizer.slots import OptimizerState
+from tfloop._optimizer.update import GroupUpdate
 from tfloop._replicas import contexts, placement, seeds, synchronized
 from tfloop._replicas.reduction import check_reduction
 from tfloop._tensors import sparse
@@ -355,7 +356,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 "`tfloop.named_parameters(model)` lists them all."
             )
         update = self._groups[self._owner.get(canonical, 0)].update
-        slots = update.slots(canonical) if update else {}
+        slots = update.state.slots(canonical) if update else {}
         return {name: tf.convert_to_tensor(slot) for name, slot in slots.items()}
 
     def as_keras(self, model: Any) -> Any:
@@ -414,13 +415,13 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
     def fingerprint(self) -> object:
         """What of this optimizer a trace bakes in; see `traces`."""
-        return [self._version, *[g.update.rate_changes for g in self._groups if g.update]]
+        return [self._version, *[g.update.rate.changes for g in self._groups if g.update]]
 
     def refresh(self) -> None:
         """Asks the functions given as rates, for the compiled step that comes next."""
         for group in self._groups:
             if group.update is not None:
-                group.update.refresh()
+                group.update.rate.refresh()
 
     def serialize(self) -> bytes:
         """The state as bytes, for `tf.train.Checkpoint`."""
@@ -536,7 +537,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
     def _with_states(
         self, book: AddressBook, groups: list[Group]
-    ) -> tuple[dict[str, int], list[tuple[GroupUpdate, State]]]:
+    ) -> tuple[dict[str, int], list[tuple[GroupUpdate, OptimizerState]]]:
         """Who owns which path, and state for all; changes nothing."""
         owner = owners(book, groups, self._strict)
         trainable = book.parameters()
@@ -549,7 +550,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 for path, owned_by in owner.items()
                 if owned_by == index and (path in trainable or path in group.update.variables)
             }
-            states.append((group.update, group.update.state_for(served)))
+            states.append((group.update, group.update.state.for_variables(served)))
         return owner, states
 
     def first_records(self, model: Any) -> tuple[list[record.GroupRecord], dict[int, Any]]:
@@ -665,7 +666,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return [*assert_current(self._version, self._routing), *assert_born(unborn), *sound]
 
     def records(
-        self, states: list[tuple[GroupUpdate, State]] | None = None
+        self, states: list[tuple[GroupUpdate, OptimizerState]] | None = None
     ) -> list[record.GroupRecord]:
         """The live state, or one that is about to be, as `record` writes and restores it."""
         if states is None:
@@ -674,7 +675,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             record.GroupRecord(
                 update.name,
                 {path: state.slots(path) for path in state.variables},
-                state.counters() | update.rate_variable(),
+                state.counters() | update.rate.variables(),
             )
             for update, state in states
             if state.variables
