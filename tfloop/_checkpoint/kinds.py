@@ -130,12 +130,12 @@ class Window(_Kind):
     def __init__(self, accumulator: GradientsAccumulator) -> None:
         self._accumulator = accumulator
         self.values = accumulator.state()
-        self.own = accumulator.variables()
+        self.own = accumulator._buffers.variables()
         self.said: dict[str, Any] = {}
 
     def pairs(self, said: Mapping[str, Any], saved: Saved, strict: bool) -> Pairs:
         """As in `Variables`; the whole window or none, strict or not."""
-        return self._accumulator.assignments(saved)
+        return self._accumulator._buffers.assignments(saved)
 
 
 class State(_Kind):
