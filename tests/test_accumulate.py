@@ -498,7 +498,7 @@ def test_accumulators_of_two_models_have_windows_of_their_own():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_layer_thawed_in_the_middle_of_a_window_joins_it(mode):
+def test_a_layer_unfrozen_in_the_middle_of_a_window_joins_it(mode):
     net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(2)])
     net.layers[0].trainable = False
     window = GradientsAccumulator()

@@ -108,7 +108,7 @@ def test_a_model_and_its_optimizer_are_copied_together_in_any_order(order):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_copy_keeps_the_state_of_what_was_frozen_and_begins_that_of_what_was_thawed():
+def test_a_copy_keeps_the_state_of_what_was_frozen_and_begins_that_of_what_was_unfrozen():
     model, other = Words(), Words()
     model.embedding.trainable = False
     optim = ModuleOptimizer(keras.optimizers.Adam(0.1))

@@ -167,7 +167,7 @@ def test_a_frozen_layer_isnt_counted_in_a_norm():
     np.testing.assert_array_equal(model.dense.bias, [-0.25, -0.5, 0.0])
 
 
-def test_thawing_a_layer_builds_its_state_at_the_next_step():
+def test_unfreezing_a_layer_builds_its_state_at_the_next_step():
     for mode in ("eager", "graph", "compile"):
         model = Words()
         model.dense.trainable = False

@@ -95,7 +95,7 @@ def test_the_order_of_the_groups_does_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize("make_model", [Words, Many])
-def test_a_group_may_be_parted_since(make_model, tmp_path):
+def test_a_group_may_be_split_since(make_model, tmp_path):
     model, other = make_model(), make_model()
     optim = ModuleOptimizer("adam")
     train(optim, model)

@@ -470,25 +470,18 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         return [*checks, *self._freshness(call)]
 
     def _freshness(self, call: str) -> list[tf.Operation]:
-        """In a trace: are the buffers still those that it was made with?
-
-        `compile` traces again in time; a `tf.function` of the user's doesn't, also one that a
-        compiled step calls.
-        """
-        if tf.executing_eagerly() or traces.is_current():
-            return []
-        stale = (
+        """In a trace: are the buffers still those that it was made with?"""
+        message = (
             f"`{call}` ran in a tf.function that was traced before a parameter was unfrozen. A "
             "trace keeps what it was made with. Call `accumulator.build(model)` before tracing, or "
             "compile the step with `tfloop.compile`, which traces again."
         )
-        fresh = tf.equal(self._layout, tf.constant(self._version, tf.int64))
-        return [tf.raw_ops.Assert(condition=fresh, data=[stale])]
+        return traces.assert_fresh(self._version, self._layout, message)
 
 
 def means(window: Window) -> dict[str, Gradient]:
     """Path -> gradient: the sums, or the means over the weights."""
     if window.weight is None:
         return window.sums
-    sums, values = overwritten.parted(window.sums)
+    sums, values = overwritten.split(window.sums)
     return {path: divided(total, window.weight) for path, total in sums.items()} | values

@@ -39,7 +39,7 @@ def compile(  # noqa: A001
     The function becomes a `tf.function` with these rules. Python numbers (not bools) become
     tensors, so another rate or epoch number costs no trace. A shorter last batch costs at
     most one more trace: the second shape makes that axis open. When a group is added, a parameter
-    frozen or thawed, an optimizer's rate replaced by a schedule, a layer added or changed, or a
+    frozen or unfrozen, an optimizer's rate replaced by a schedule, a layer added or changed, or a
     name that the step uses bound to something else, the next call traces again.
 
     Args:

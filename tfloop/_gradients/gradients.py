@@ -22,7 +22,7 @@ _FROM_GRADS = "GradientsParams.from_grads(grads, model, group)"
 _MSG_UNWATCHED = (
     "`{call}` has no gradient for variables that the tape didn't watch: got {names}, expected "
     "variables made with `trainable=True`. A tape watches these alone by itself, whatever the flag "
-    "says now. Name what you thaw: `with tfloop.Tape(watch=[model]) as tape:`."
+    "says now. Name what you unfreeze: `with tfloop.Tape(watch=[model]) as tape:`."
 )
 
 
@@ -177,13 +177,13 @@ def _why_empty(
     if not parameters:
         return (
             f"got {book.description}, expected a trainable parameter. All of it is frozen now. "
-            "Thaw it: `model.trainable = True`."
+            "Unfreeze it: `model.trainable = True`."
         )
     if not wanted:
         return (
             f"got the group {group}, expected some of the {len(parameters)} trainable parameters "
             f"of {book.description}: {listed(parameters)}. The group is too narrow, or frozen. "
-            "Thaw it: `layer.trainable = True`."
+            "Unfreeze it: `layer.trainable = True`."
         )
     if not asked:
         return (

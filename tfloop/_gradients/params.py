@@ -88,7 +88,7 @@ class GradientsParams(Mapping[str, Gradient]):
 
         Raises:
           ValueError: Nothing is left (see the message for the likely cause); the list has an
-            unknown path; a parameter was thawed that the tape didn't watch.
+            unknown path; a parameter was unfrozen that the tape didn't watch.
           TypeError: `grads` isn't the result of `Tape.backward`, or `group` is neither.
           RuntimeError: The model lies in a strategy, and this is called outside of its replicas.
         """
@@ -198,7 +198,7 @@ class GradientsParams(Mapping[str, Gradient]):
                 "Elementwise factors differ from path to path. Reduce it: "
                 "`grads.scale(tf.reduce_mean(factor))`."
             )
-        scaled, _ = overwritten.parted(grads)
+        scaled, _ = overwritten.split(grads)
         scaled = {path: sparse.scale(grad, factor) for path, grad in scaled.items()}
         return type(self)({**grads, **scaled})
 
@@ -216,7 +216,7 @@ class GradientsParams(Mapping[str, Gradient]):
         """
         call = "grads.map(fn)"
         mapped = dict(self._fresh(call))
-        for path, grad in overwritten.parted(mapped)[0].items():
+        for path, grad in overwritten.split(mapped)[0].items():
             result = checks.as_gradient(call, path, fn(sparse.densify(grad)))
             checks.same_shape(call, path, grad, result)
             mapped[path] = result
@@ -273,7 +273,7 @@ class GradientsParams(Mapping[str, Gradient]):
           TypeError: `other` isn't a `GradientsParams`.
         """
         mine, theirs = self._both("grads.dot(other)", other)
-        grads, _ = overwritten.parted(mine)
+        grads, _ = overwritten.split(mine)
         shared = filter(theirs.__contains__, grads)
         return _total([sparse.dot(mine[path], theirs[path]) for path in shared])
 
@@ -296,7 +296,7 @@ class GradientsParams(Mapping[str, Gradient]):
           TypeError: `group` isn't a `ParamGroup`.
         """
         chosen = self._of(group, model, "grads.global_norm(group, model)")
-        grads, _ = overwritten.parted(chosen)
+        grads, _ = overwritten.split(chosen)
         return tf.sqrt(_total([sparse.squared_norm(grad) for grad in grads.values()]))
 
     @traces.not_converted

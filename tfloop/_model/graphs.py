@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfloop._backend import keras_layers, sonnet
+from tfloop._backend.keras_variables import is_variable as is_variable
 from tfloop._backend.keras_variables import tf_variable as tf_variable
 from tfloop._backend.tensorflow import ignored_attributes, is_tracking
 
@@ -27,11 +28,6 @@ _KNOWN_LIBRARIES = {"builtins", "keras", "numpy", "tensorflow", "tfloop"}
 def variable_id(variable: Variable) -> int:
     """One identity for a `keras.Variable` and the `tf.Variable` inside it."""
     return id(tf_variable(variable))
-
-
-def is_variable(thing: object) -> bool:
-    """Is it a Keras or a TensorFlow variable?"""
-    return isinstance(thing, (keras.Variable, tf.Variable))
 
 
 def is_model(thing: object) -> bool:

@@ -89,21 +89,14 @@ def assert_sound(rate: tf.Tensor) -> list[tf.Operation]:
 
 
 def assert_current(version: int, routing: tf.Variable) -> list[tf.Operation]:
-    """In a trace, an assertion that the routing is still the one that was traced.
-
-    `compile` traces again in time, and needs none. This is for a `tf.function` of the user's, also
-    one that a compiled step calls.
-    """
-    if tf.executing_eagerly() or traces.is_current():
-        return []
+    """In a trace, an assertion that the routing is still the one that was traced."""
     message = (
         f"`{STEP}` ran in a tf.function that is too old: got the routing of its trace, expected "
-        "the present one. A group or a clipping was changed, or a parameter thawed, and a trace "
+        "the present one. A group or a clipping was changed, or a parameter unfrozen, and a trace "
         "keeps what it was made with. Call `optim.build(model)` before tracing, or let "
         "`tfloop.compile(step)` trace again by itself."
     )
-    fresh = tf.equal(routing, tf.constant(version, routing.dtype))
-    return [tf.raw_ops.Assert(condition=fresh, data=[message])]
+    return traces.assert_fresh(version, routing, message)
 
 
 def assert_born(unborn: Sequence[str]) -> list[tf.Operation]:

@@ -70,7 +70,7 @@ class Group:
         """Its gradients within the bound; what overwrites a variable is no gradient to bound."""
         if self.clipping is None:
             return share
-        bounded, _ = overwritten.parted(share)
+        bounded, _ = overwritten.split(share)
         clipped = self.clipping.clip(list(bounded.values()))
         return share | dict(zip(bounded, clipped, strict=True))
 

@@ -59,7 +59,7 @@ def total(
       rows: How much this replica counts in these, where it isn't `weight`.
     """
     replicas, one = contexts.count(), tf.constant(1.0)
-    grads, values = overwritten.parted(grads)
+    grads, values = overwritten.split(grads)
     present = None if present is None else dict(present)
     if weighed and weight is not None and (replicas == 1 or reduction != "mean"):
         grads = {path: _mean(grad, weight) for path, grad in grads.items()}

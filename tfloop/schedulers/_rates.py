@@ -10,7 +10,7 @@ from keras.optimizers.schedules import LearningRateSchedule
 
 from tfloop._checks.messages import described
 from tfloop._groups.group import ParamGroup, as_group
-from tfloop._groups.patterns import Variable
+from tfloop._model.paths import Variable
 from tfloop._tracing import traces
 from tfloop.schedulers._base import is_number
 
