@@ -35,6 +35,7 @@ CLIPPINGS = {
     "by_value": GradientClipping.by_value(0.01),
     "by_norm": GradientClipping.by_norm(0.1),
     "by_global_norm": GradientClipping.by_global_norm(0.5),
+    "adaptive": tfloop.AdaptiveGradientClipping(0.02),
 }
 
 
@@ -126,6 +127,27 @@ def assert_equal_runs(run, other):
 def claim_replicas_equal_one_device_with_every_clipping(strategy, folder):
     for clipping in CLIPPINGS.values():
         assert_equal_runs(trained(strategy, clipping), trained(ONE, clipping))
+
+
+class ByLastNorm(GradientClipping):
+    """Bounds the global norm by that of the update before."""
+
+    def initial_state(self):
+        return {"norm": 1.0}
+
+    def clip(self, grads, parameters=(), state=None):
+        norm, bound = tf.linalg.global_norm(grads), state["norm"]
+        state["norm"] = norm
+        return [tf.convert_to_tensor(grad) * tf.minimum(1.0, bound / norm) for grad in grads]
+
+
+def claim_a_clipping_that_remembers_is_alike_on_all_replicas(strategy, folder):
+    assert_equal_runs(trained(strategy, ByLastNorm()), trained(ONE, ByLastNorm()))
+    with strategy.scope():
+        model = mixed_model()
+    optim = ModuleOptimizer("sgd", clipping=ByLastNorm()).build(model)
+    (*_, norm) = optim.records()[0].variables().values()
+    assert components(norm) == [1.0] * strategy.num_replicas_in_sync
 
 
 def claim_accumulation_on_replicas_equals_one_device(strategy, folder):

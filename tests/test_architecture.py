@@ -21,7 +21,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "tfloop."))
 PUBLIC = {
     *("named_parameters", "named_variables"),
     *("Tape", "Gradients", "GradientsParams", "total_loss"),
-    *("ParamGroup", "GradientClipping", "ModuleOptimizer"),
+    *("ParamGroup", "GradientClipping", "AdaptiveGradientClipping", "ModuleOptimizer"),
     *("ModuleLearningRate", "ModuleLrScheduler", "schedulers"),
     *("GradientsAccumulator", "microbatch"),
     *("train", "valid", "blend", "to_device"),

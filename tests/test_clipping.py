@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfloop import GradientClipping
+from tfloop._optimizer.clipping import deserialize, serialize
 
 NAN, INF = math.nan, math.inf
 MODES = ("eager", "graph", "jit")
@@ -135,6 +136,14 @@ def test_a_clipping_compares_hashes_and_reads_as_what_makes_it():
         by_norm(1.0).limit = 2.0
 
 
+def test_a_bound_is_written_as_its_kind_and_limit():
+    for clipping in (by_value(0.5), by_norm(1.0), by_global_norm(2.0)):
+        written = serialize(clipping)
+        assert written == [clipping.kind, clipping.limit]
+        assert deserialize(written) == clipping
+    assert serialize(None) is deserialize(None) is None
+
+
 BAD = {
     "zero": (
         lambda: by_norm(0.0),
@@ -170,13 +179,13 @@ BAD = {
         "needs a number: got an object of type list",
     ),
     "complex": (lambda: by_norm(1j), TypeError, "needs a number"),
-    "a kind of its own": (
-        lambda: GradientClipping("max", 1.0),
+    "a kind that no file has": (
+        lambda: deserialize(["max", 1.0]),
         ValueError,
-        r"`GradientClipping\(kind, limit\)` got the kind 'max', expected one of 'value', 'norm'",
+        r"`GradientClipping` can't be read: got the kind 'max', expected one of 'value', 'norm'",
     ),
-    "a limit of its own": (
-        lambda: GradientClipping("value", -1.0),
+    "a limit that no file has": (
+        lambda: deserialize(["value", -1.0]),
         ValueError,
         r"by_value\(limit\)` needs a positive bound: got -1.0.*`clipping=None`",
     ),

@@ -18,6 +18,7 @@ from tfloop._groups.group import ParamGroup
 from tfloop._model.copies import blend, to_device
 from tfloop._model.modes import train, valid
 from tfloop._model.paths import named_parameters, named_variables
+from tfloop._optimizer.adaptive_clipping import AdaptiveGradientClipping
 from tfloop._optimizer.as_keras import GroupedOptimizer as _GroupedOptimizer  # noqa: F401
 from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.optimizer import ModuleOptimizer
@@ -32,6 +33,7 @@ __version__ = _version("tfloop-keras")
 
 __all__ = [
     "AdamConfig",
+    "AdaptiveGradientClipping",
     "Checkpoint",
     "Config",
     "DataLoader",

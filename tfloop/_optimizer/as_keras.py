@@ -24,7 +24,7 @@ from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup
 from tfloop._model.paths import address_book, is_variable, root_key, unwrap
-from tfloop._optimizer.clipping import GradientClipping
+from tfloop._optimizer.clipping import GradientClipping, deserialize, serialize
 from tfloop._optimizer.keras_optimizer import CLIP_ARGUMENTS
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._optimizer.record import GroupRecord, dump
@@ -360,13 +360,12 @@ def _row_config(row: _Row) -> dict[str, Any]:
     if row.optimizer is not None:
         optimizer = keras.optimizers.serialize(row.optimizer)
         optimizer["config"].update(dict.fromkeys(CLIP_ARGUMENTS))  # they are in `clipping`
-    clipping = None if row.clipping is None else [row.clipping.kind, row.clipping.limit]
-    return row._asdict() | {"optimizer": optimizer, "clipping": clipping}
+    return row._asdict() | {"optimizer": optimizer, "clipping": serialize(row.clipping)}
 
 
 def _row_of(config: dict[str, Any], custom_objects: Any) -> _Row:
     optimizer, clipping = config["optimizer"], config["clipping"]
     if optimizer is not None:
         optimizer = keras.optimizers.deserialize(optimizer, custom_objects=custom_objects)
-    clipping = None if clipping is None else GradientClipping(*clipping)
+    clipping = deserialize(clipping, custom_objects)
     return _Row(**(config | {"optimizer": optimizer, "clipping": clipping}))

@@ -40,7 +40,7 @@ from tfloop._optimizer.routing import (
     check_no_complex,
     owners,
 )
-from tfloop._optimizer.update import GroupUpdate, State
+from tfloop._optimizer.update import GroupUpdate, State, Work
 from tfloop._replicas import placement
 from tfloop._replicas.reduction import check_reduction
 from tfloop._tensors import sparse
@@ -185,7 +185,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           TypeError: It is neither.
         """
         check_clipping(clipping, "ModuleOptimizer.with_clipping(clipping)")
-        self._groups[0].clipping = clipping
+        self._groups[0].set_clipping(clipping)
+        if self._book is not None:
+            self._groups[0].move_home(self._book.variables.values())
         self._mark_changed()
         return self
 
@@ -280,10 +282,12 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         brought = Contribution(grads, model, book, weight, self._reduction)
         routed = self._routed(brought.grads, book)
         total = brought.reduced([path for *_, share in routed for path in share], book)
-        plans = []
+        plans, remembered = [], []
         judged = list(total.grads.values())
         for group, update, share in routed:
-            bounded = group.clipped({path: total.grads[path] for path in share})
+            shared = {path: total.grads[path] for path in share}
+            bounded, moved = group.clipped(shared, book.variables)
+            remembered.append(moved)
             if group.clipping is not None:
                 judged += bounded.values()  # of finite gradients the norm may be infinite
             plans.append((update, self._with_rates(rate, group, update, bounded, book)))
@@ -295,6 +299,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
         with tf.control_dependencies(checks):
             works = [update.prepared(parts, total.present) for update, parts in plans]
+            works += [
+                Work(group.clipper.remember, moved, work.some)
+                for (group, *_), moved, work in zip(routed, remembered, works, strict=True)
+                if group.clipper and moved
+            ]
             brought.take()
             updated = tf.constant(bool(plans))
             if total.present is not None and plans:
@@ -518,8 +527,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         restored = []
         if self._pending is not None:
             restored = record.assignments(record.parse(self._pending), self.records(states))
-        for update, state in states:
-            update.state = state
+        for group, state in states:
+            group.take_over(state)
         for variable, value in restored:
             variable.assign(value)
         if not any(state.waiting for _, state in states):
@@ -528,6 +537,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         for name in ("_iterations", "_skipped", "_routing"):
             moved = placement.at_home(getattr(self, name), home, placement.ALIKE)
             setattr(self, name, moved)
+        for group in groups:
+            group.move_home(home)
         if self._scaler is not None:
             self._scaler.move_home(home)
         placement.spread_seeds(home)
@@ -536,7 +547,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
     def _with_states(
         self, book: AddressBook, groups: list[Group]
-    ) -> tuple[dict[str, int], list[tuple[GroupUpdate, State]]]:
+    ) -> tuple[dict[str, int], list[tuple[Group, State]]]:
         """Who owns which path, and state for all; changes nothing."""
         owner = owners(book, groups, self._strict)
         trainable = book.parameters()
@@ -549,7 +560,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 for path, owned_by in owner.items()
                 if owned_by == index and (path in trainable or path in group.update.variables)
             }
-            states.append((group.update, group.update.state_for(served)))
+            states.append((group, group.update.state_for(served)))
         return owner, states
 
     def first_records(self, model: Any) -> tuple[list[record.GroupRecord], dict[int, Any]]:
@@ -664,20 +675,18 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         unborn = [path for update, _ in plans for path in update.state.waiting]
         return [*assert_current(self._version, self._routing), *assert_born(unborn), *sound]
 
-    def records(
-        self, states: list[tuple[GroupUpdate, State]] | None = None
-    ) -> list[record.GroupRecord]:
+    def records(self, states: list[tuple[Group, State]] | None = None) -> list[record.GroupRecord]:
         """The live state, or one that is about to be, as `record` writes and restores it."""
         if states is None:
-            states = [(group.update, group.update.state) for group in self._groups if group.update]
+            states = [(group, group.update.state) for group in self._groups if group.update]
         groups = [
             record.GroupRecord(
-                update.name,
+                group.update.name,
                 {path: state.slots(path) for path in state.variables},
-                state.counters() | update.rate_variable(),
+                state.counters() | group.shared_state(),
             )
-            for update, state in states
-            if state.variables
+            for group, state in states
+            if group.update is not None and state.variables
         ]
         counters = {"iterations": self._iterations, "skipped": self._skipped}
         if self._scaler is not None:
