@@ -102,6 +102,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "`tfloop.GradientsAccumulator(reduction='mean')`."
             )
         self.reduction = reduction
+        self._weighs = KINDS[reduction].weighs
         self._model: Any = None
         self._book: AddressBook | None = None
         self._buffers: dict[str, tf.Variable] = {}
@@ -194,7 +195,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "added by path. Key them: "
                 "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
-        if weight is not None and self.reduction == "sum":
+        if weight is not None and not self._weighs:
             raise ValueError(
                 f"`{_ACCUMULATE}` got weight={described(weight)} with reduction='sum', expected "
                 "none: a sum has no weights. For the mean over samples make it with "
@@ -457,10 +458,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         share = placement.share()
         if share is None or weight is not None:
             weight = checked_weight(_ACCUMULATE, 1 if weight is None else weight)
-            return weight, weight if self.reduction == "mean" else None
+            return weight, weight if self._weighs else None
         # The parts of a batch count as much together as the batch would on one device.
         part = tf.cast(share.rows, tf.float64) / tf.cast(tf.maximum(share.of, 1), tf.float64)
-        if self.reduction == "mean":
+        if self._weighs:
             return part, part
         return tf.constant(1.0, tf.float64), part * share.replicas
 
@@ -474,7 +475,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             )
         if self._book is None or (known and self._count.numpy() == 0):
             raise RuntimeError(_MSG_EMPTY.format(call=call))
-        weight = tf.identity(self._weight) if self.reduction == "mean" else None
+        weight = tf.identity(self._weight) if self._weighs else None
         there = self._present > 0
         flags = there.numpy() if known else tf.unstack(there, len(self._buffers))
         present = dict(zip(self._buffers, flags, strict=True))
@@ -518,7 +519,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
 
     def _parts(self) -> int:
         """How many replicas' plain sums a step will take the mean of."""
-        return 1 if self.reduction == "mean" else self._replicas()
+        return 1 if self._weighs else self._replicas()
 
     def _replicas(self) -> int:
         home = placement.strategy_of(self._buffers.values())

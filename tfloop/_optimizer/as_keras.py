@@ -29,6 +29,7 @@ from tfloop._optimizer.keras_optimizer import CLIP_ARGUMENTS
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._optimizer.record import GroupRecord, dump
 from tfloop._replicas import placement
+from tfloop._replicas.reduction import KINDS
 from tfloop._tensors.overwritten import path_for
 
 _CALL = "ModuleOptimizer.as_keras(model)"
@@ -242,16 +243,17 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         if scaler is not None and self._notes.is_scaled:
             # Not where Keras' LossScaleOptimizer is around this one: it scales by itself.
             found, self._notes.is_scaled = found.map(scaler.unscaled), False
-        replicas = placement.count()
-        if replicas == 1 or self.optim.reduction == "sum":
+        replicas, reduction = placement.count(), KINDS[self.optim.reduction]
+        if replicas == 1:
             return found
-        if self.optim.reduction is None:
+        if not reduction.sends:
             raise ValueError(
                 f"`{_CALL}` got reduction=None with {replicas} replicas, expected 'mean' or 'sum': "
                 "`fit` leaves it to the optimizer to reduce. Leave it out: "
                 "`tfloop.ModuleOptimizer(optimizer)`."
             )
-        return found.scale(replicas)  # Keras has divided the losses, so that a sum is their mean
+        # Keras has divided the losses, so that a sum is their mean.
+        return found.scale(replicas) if reduction.weighs else found
 
     def _adopted(self, variables: list[Any]) -> dict[str, Any]:
         """A root of the variables of a loaded model, under the paths of the saved one."""

@@ -15,7 +15,7 @@ from tfloop._gradients.params import GradientsParams
 from tfloop._model.paths import AddressBook
 from tfloop._optimizer.checks import STEP
 from tfloop._replicas import placement
-from tfloop._replicas.reduction import Total, check_counts, moved_state, total
+from tfloop._replicas.reduction import KINDS, Reduction, Total, check_counts, moved_state, total
 from tfloop._tensors.counts import checked_weight
 
 _WINDOW = ""  # beside the paths: has the window itself got anything?
@@ -44,7 +44,7 @@ class Contribution:
         model: Any,
         book: AddressBook,
         weight: Any,
-        reduction: str | None,
+        reduction: Reduction,
     ) -> None:
         self._source = source
         self._reduction = reduction
@@ -107,13 +107,13 @@ class Contribution:
 
 
 def _weight_of(
-    source: GradientsParams | GradientsAccumulator, weight: Any, reduction: str | None
+    source: GradientsParams | GradientsAccumulator, weight: Any, reduction: Reduction
 ) -> tf.Tensor | None:
     """How much this replica counts, or `None` where all count alike."""
     accumulator = source if isinstance(source, GradientsAccumulator) else None
     if weight is not None:
-        own = accumulator is not None and accumulator.reduction == "mean"
-        if own or reduction != "mean":
+        own = accumulator is not None and KINDS[accumulator.reduction].weighs
+        if own or not reduction.weighs:
             other = "an accumulator that has weights of its own" if own else "no mean"
             raise ValueError(
                 f"`{STEP}` got weight={described(weight)} with {other}, expected none: nothing "
@@ -121,14 +121,14 @@ def _weight_of(
             )
         return checked_weight(STEP, weight)
     share = placement.share()
-    if share is None or reduction is None:
+    if share is None or not reduction.sends:
         return None
     if accumulator is None:
-        return tf.cast(share.rows, tf.float64) if reduction == "mean" else None
-    if reduction == "sum" and accumulator.reduction == "sum":
+        return tf.cast(share.rows, tf.float64) if reduction.weighs else None
+    if not (reduction.weighs or KINDS[accumulator.reduction].weighs):
         raise ValueError(
             f"`{STEP}` got sums that were weighed by each replica's share of the batch, and "
-            "reduction='sum', expected 'mean': shares are parts of a mean. Write "
+            f"reduction={reduction.name!r}, expected 'mean': shares are parts of a mean. Write "
             "`tfloop.ModuleOptimizer(optimizer)`, or distribute the batch yourself and call "
             "`strategy.run`."
         )

@@ -42,7 +42,7 @@ from tfloop._optimizer.routing import (
 )
 from tfloop._optimizer.update import GroupUpdate, State, Work
 from tfloop._replicas import placement
-from tfloop._replicas.reduction import check_reduction
+from tfloop._replicas.reduction import reduction_of
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
@@ -112,14 +112,14 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     ) -> None:
         call = "ModuleOptimizer(optimizer)"
         optimizer = as_keras_optimizer(optimizer, call)  # None can freeze a group, not everything
-        check_reduction(call, reduction)
+        reduced = reduction_of(call, reduction)
         if scaler is not None and not isinstance(scaler, LossScaler):
             raise TypeError(
                 f"`{call}` got {described(scaler)} as scaler, expected a LossScaler or None. "
                 "Write `tfloop.ModuleOptimizer(optimizer, scaler=tfloop.LossScaler())`."
             )
         self._strict = strict
-        self._reduction = reduction
+        self._reduction = reduced
         self._skips = bool(skip_nonfinite) or scaler is not None
         self._fused = bool(fused)
         self._groups = [Group(ParamGroup.all(), optimizer, clipping, call, fused=self._fused)]
@@ -414,7 +414,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     @property
     def reduction(self) -> str | None:
         """How the gradients of replicas become one."""
-        return self._reduction
+        return self._reduction.name
 
     @property
     def root(self) -> Any:
@@ -463,7 +463,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         """
         twin = type(self)(
             "sgd",
-            reduction=self._reduction,
+            reduction=self._reduction.name,
             scaler=copy.deepcopy(self._scaler, memo),
             skip_nonfinite=self._skips,
             strict=self._strict,

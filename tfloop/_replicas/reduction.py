@@ -1,10 +1,12 @@
 """What the gradients of all replicas are together: a sum, or a mean over samples.
 
-Knows weights and absences; how tensors are sent is `placement`'s business.
+Another one is another `Reduction` here; the rooms above ask it, not its name. Knows weights and
+absences; how tensors are sent is `placement`'s business.
 """
 
+import abc
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -14,6 +16,65 @@ from tfloop._replicas import placement
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import divided, weighted
 from tfloop._tensors.sparse import Gradient, accumulation_dtype, map_values
+
+
+Grads: TypeAlias = dict[str, Gradient]
+
+
+class Reduction(abc.ABC):
+    """How the gradients of replicas, or of micro-batches in a window, become one.
+
+    Attributes:
+      name: What a user writes for it.
+      weighs: Does what has more samples count more? Else nothing takes a weight.
+      sends: Do replicas send their gradients at all?
+    """
+
+    name: ClassVar[str | None]
+    weighs: ClassVar[bool] = False
+    sends: ClassVar[bool] = True
+
+    def sent(self, grads: Grads, weight: tf.Tensor | None, weighed: bool) -> Grads:
+        """What a replica sends, as in `total`; by default the mean of its own window."""
+        return _means_of(grads, weight) if weighed and weight is not None else grads
+
+    def received(self, sums: Grads, weight: tf.Tensor) -> Grads:
+        """What is made of the sums over all replicas, whose weights sum to `weight`."""
+        return sums
+
+
+class Mean(Reduction):
+    """sum of w_i g_i / sum of w_i"""
+
+    name = "mean"
+    weighs = True
+
+    def sent(self, grads: Grads, weight: tf.Tensor | None, weighed: bool) -> Grads:
+        """Gradients times weights."""
+        if weighed or weight is None:
+            return grads
+        return {path: weighted(grad, weight) for path, grad in grads.items()}
+
+    def received(self, sums: Grads, weight: tf.Tensor) -> Grads:
+        """Divided by the weights."""
+        return _means_of(sums, weight)
+
+
+class Sum(Reduction):
+    """sum of g_i"""
+
+    name = "sum"
+
+
+class Unreduced(Reduction):
+    """g_i, which is the same on all replicas already."""
+
+    name = None
+    sends = False
+
+
+KINDS: dict[str | None, Reduction] = {kind.name: kind for kind in (Mean(), Sum(), Unreduced())}
+"""What a user writes -> the reduction."""
 
 
 class Total(NamedTuple):
@@ -36,7 +97,7 @@ def total(
     grads: Mapping[str, Gradient],
     weight: tf.Tensor | None,
     *,
-    reduction: str | None,
+    reduction: Reduction,
     present: Mapping[str, tf.Tensor] | None = None,
     weighed: bool = False,
     statistics: Mapping[str, tf.Tensor] | None = None,
@@ -44,15 +105,12 @@ def total(
 ) -> Total:
     """Reduces gradients over the replicas, in one call for each kind of them.
 
-        "mean":  sum of w_i g_i / sum of w_i
-        "sum":   sum of g_i
-
     What overwrites a variable becomes the maximum over the replicas that count, in any case.
 
     Args:
       grads: Path -> gradient of this replica, the same paths on all.
       weight: How much this replica counts; `None`: all count alike.
-      reduction: `"mean"`, `"sum"`, or `None` for gradients that are reduced already.
+      reduction: How.
       present: Path -> scalar bool: has this replica one? What is absent is zero in `grads`.
       weighed: The gradients are sums over the weight: w_i g_i in place of g_i.
       statistics: Path -> what this replica has of `moved_state`; means in any case.
@@ -61,17 +119,15 @@ def total(
     replicas, one = placement.count(), tf.constant(1.0)
     grads, values = overwritten.parted(grads)
     present = None if present is None else dict(present)
-    if weighed and weight is not None and (replicas == 1 or reduction != "mean"):
-        grads = {path: _mean(grad, weight) for path, grad in grads.items()}
-    elif weight is not None and not weighed and replicas > 1 and reduction is not None:
-        grads = {path: weighted(grad, weight) for path, grad in grads.items()}
     if replicas == 1:
-        return Total(grads | values, weight, present, {})
+        # Nothing is sent: its own is all there is, however replicas would be put together.
+        return Total(KINDS[None].sent(grads, weight, weighed) | values, weight, present, {})
+    grads = reduction.sent(grads, weight, weighed)
     # A sum over rows of zeros is what each replica has; so what all have alike stays, bit for bit.
     own = {path: placement.in_own_row(_wide(value)) for path, value in (statistics or {}).items()}
     counted = next((w for w in (weight, rows) if w is not None), one)
     riders = [placement.in_own_row(tf.cast(counted, tf.float32))] if own else []
-    if reduction is None:
+    if not reduction.sends:
         parts, riders = placement.reduce_sum(own, riders) if own else ({}, riders)
         return Total(grads | values, weight, present, _means(statistics, parts, riders))
     apart = {
@@ -87,27 +143,26 @@ def total(
     if present is not None:
         flags = tf.unstack(riders[-1] > 0, len(present))
         present = dict(zip(present, flags, strict=True))
-    grads = {path: sums[path] for path in grads}
-    if reduction == "mean":
-        grads = {path: _mean(grad, weights) for path, grad in grads.items()}
+    grads = reduction.received({path: sums[path] for path in grads}, weights)
     values = {path: tf.reduce_max(sums[path], 0) for path in values}
     if present is not None:  # what is absent is zero here, too
         values = {path: tf.where(present[path], value, 0) for path, value in values.items()}
     return Total(grads | values, None if weight is None else weights, present, means)
 
 
-def check_reduction(call: str, reduction: Any) -> None:
-    """Refuses what is no reduction.
+def reduction_of(call: str, reduction: Any) -> Reduction:
+    """The reduction that a user means.
 
     Raises:
       ValueError: It is neither `"mean"`, `"sum"` nor `None`.
     """
-    if reduction not in ("mean", "sum", None):
+    if reduction not in tuple(KINDS):  # by equality: it may be something without a hash
         raise ValueError(
             f"`{call}` got reduction={described(reduction)}, expected 'mean', 'sum' or None (for "
             "gradients that are reduced already). A loss that is a mean over each replica's batch "
             "takes the mean: `tfloop.ModuleOptimizer(optimizer, reduction='mean')`."
         )
+    return KINDS[reduction]
 
 
 def check_counts(call: str, weight: tf.Tensor | None) -> list[tf.Operation]:
@@ -203,5 +258,5 @@ def _only_if(counts: tf.Tensor, value: Gradient) -> tf.Tensor:
     return tf.where(counts, value, tf.constant(value.dtype.min, value.dtype))
 
 
-def _mean(grad: Gradient, weight: tf.Tensor) -> Gradient:
-    return map_values(lambda tensor: divided(tensor, weight), grad)
+def _means_of(sums: Grads, weight: tf.Tensor) -> Grads:
+    return {path: map_values(lambda t: divided(t, weight), grad) for path, grad in sums.items()}

@@ -232,7 +232,7 @@ def check_parts(model: Any, optim: Any, strategy: Any) -> None:
             f"`{NEW}` got strategy={described(strategy)}, expected a tf.distribute.Strategy or "
             "None. Make one: `strategy=tfloop.strategy('auto')`."
         )
-    if strategy is not None and optim.reduction != "mean":
+    if strategy is not None and not KINDS[optim.reduction].weighs:
         raise ValueError(
             f"`{NEW}` got an optimizer with reduction={optim.reduction!r} and a strategy, expected "
             "'mean': losses are means over samples. Leave it out: "
