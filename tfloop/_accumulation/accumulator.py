@@ -19,11 +19,13 @@ from tfloop._checks.messages import described, listed, not_pickled
 from tfloop._gradients.params import GradientsParams
 from tfloop._model.paths import AddressBook, address_book, root_key, tf_variable
 from tfloop._replicas import placement
+from tfloop._replicas.reduction import WINDOW_KINDS, reduction_of
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import checked_weight, divided, weighted
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
 
+_NEW = "GradientsAccumulator(reduction=...)"
 _ACCUMULATE = "accumulator.accumulate(model, grads)"
 _RESTORE = "restoring a GradientsAccumulator"
 _MSG_EMPTY = (
@@ -95,14 +97,12 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     """
 
     def __init__(self, *, reduction: str = "sum") -> None:
-        if reduction not in ("sum", "mean"):
-            raise ValueError(
-                f"`GradientsAccumulator(reduction=...)` got {described(reduction)}, expected 'sum' "
-                "or 'mean'. The mean over samples makes one large batch: "
-                "`tfloop.GradientsAccumulator(reduction='mean')`."
-            )
+        fix = (
+            "The mean over samples makes one large batch: "
+            "`tfloop.GradientsAccumulator(reduction='mean')`."
+        )
         self.reduction = reduction
-        self._weighs = KINDS[reduction].weighs
+        self._weighs = reduction_of(_NEW, reduction, WINDOW_KINDS, fix).weighs
         self._model: Any = None
         self._book: AddressBook | None = None
         self._buffers: dict[str, tf.Variable] = {}
@@ -197,8 +197,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             )
         if weight is not None and not self._weighs:
             raise ValueError(
-                f"`{_ACCUMULATE}` got weight={described(weight)} with reduction='sum', expected "
-                "none: a sum has no weights. For the mean over samples make it with "
+                f"`{_ACCUMULATE}` got weight={described(weight)} with "
+                f"reduction={self.reduction!r}, expected none: a sum has no weights. For the mean over samples make it with "
                 "`tfloop.GradientsAccumulator(reduction='mean')`."
             )
         with placement.one_at_a_time(self._lock):

@@ -42,7 +42,7 @@ from tfloop._optimizer.routing import (
 )
 from tfloop._optimizer.update import GroupUpdate, State, Work
 from tfloop._replicas import placement
-from tfloop._replicas.reduction import reduction_of
+from tfloop._replicas.reduction import KINDS, reduction_of
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
@@ -112,7 +112,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     ) -> None:
         call = "ModuleOptimizer(optimizer)"
         optimizer = as_keras_optimizer(optimizer, call)  # None can freeze a group, not everything
-        reduced = reduction_of(call, reduction)
+        fix = (
+            "None is for gradients that are reduced already; a loss that is a mean over each "
+            "replica's batch takes the mean: `tfloop.ModuleOptimizer(optimizer, reduction='mean')`."
+        )
+        reduced = reduction_of(call, reduction, KINDS, fix)
         if scaler is not None and not isinstance(scaler, LossScaler):
             raise TypeError(
                 f"`{call}` got {described(scaler)} as scaler, expected a LossScaler or None. "

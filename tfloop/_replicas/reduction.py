@@ -5,7 +5,7 @@ absences; how tensors are sent is `placement`'s business.
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -16,7 +16,6 @@ from tfloop._replicas import placement
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import divided, weighted
 from tfloop._tensors.sparse import Gradient, accumulation_dtype, map_values
-
 
 Grads: TypeAlias = dict[str, Gradient]
 
@@ -36,7 +35,7 @@ class Reduction(abc.ABC):
 
     def sent(self, grads: Grads, weight: tf.Tensor | None, weighed: bool) -> Grads:
         """What a replica sends, as in `total`; by default the mean of its own window."""
-        return _means_of(grads, weight) if weighed and weight is not None else grads
+        return _own(grads, weight, weighed)
 
     def received(self, sums: Grads, weight: tf.Tensor) -> Grads:
         """What is made of the sums over all replicas, whose weights sum to `weight`."""
@@ -44,7 +43,7 @@ class Reduction(abc.ABC):
 
 
 class Mean(Reduction):
-    """sum of w_i g_i / sum of w_i"""
+    """sum of w_i g_i / sum of w_i."""
 
     name = "mean"
     weighs = True
@@ -61,7 +60,7 @@ class Mean(Reduction):
 
 
 class Sum(Reduction):
-    """sum of g_i"""
+    """sum of g_i."""
 
     name = "sum"
 
@@ -75,6 +74,8 @@ class Unreduced(Reduction):
 
 KINDS: dict[str | None, Reduction] = {kind.name: kind for kind in (Mean(), Sum(), Unreduced())}
 """What a user writes -> the reduction."""
+WINDOW_KINDS = {name: kind for name, kind in KINDS.items() if kind.sends}
+"""Those that put the micro-batches of a window together: none of them is reduced already."""
 
 
 class Total(NamedTuple):
@@ -121,7 +122,7 @@ def total(
     present = None if present is None else dict(present)
     if replicas == 1:
         # Nothing is sent: its own is all there is, however replicas would be put together.
-        return Total(KINDS[None].sent(grads, weight, weighed) | values, weight, present, {})
+        return Total(_own(grads, weight, weighed) | values, weight, present, {})
     grads = reduction.sent(grads, weight, weighed)
     # A sum over rows of zeros is what each replica has; so what all have alike stays, bit for bit.
     own = {path: placement.in_own_row(_wide(value)) for path, value in (statistics or {}).items()}
@@ -150,19 +151,25 @@ def total(
     return Total(grads | values, None if weight is None else weights, present, means)
 
 
-def reduction_of(call: str, reduction: Any) -> Reduction:
+def reduction_of(call: str, name: Any, names: Collection[str | None], fix: str) -> Reduction:
     """The reduction that a user means.
 
+    Args:
+      call: The public call, for messages.
+      name: What was given.
+      names: Those of `KINDS` that make sense there.
+      fix: The likely cause, and the line of code to write.
+
     Raises:
-      ValueError: It is neither `"mean"`, `"sum"` nor `None`.
+      ValueError: It is another one.
     """
-    if reduction not in tuple(KINDS):  # by equality: it may be something without a hash
+    if name not in tuple(names):  # by equality: it may be something without a hash
+        *others, last = map(repr, names)
         raise ValueError(
-            f"`{call}` got reduction={described(reduction)}, expected 'mean', 'sum' or None (for "
-            "gradients that are reduced already). A loss that is a mean over each replica's batch "
-            "takes the mean: `tfloop.ModuleOptimizer(optimizer, reduction='mean')`."
+            f"`{call}` got reduction={described(name)}, expected {', '.join(others)} or {last}. "
+            f"{fix}"
         )
-    return KINDS[reduction]
+    return KINDS[name]
 
 
 def check_counts(call: str, weight: tf.Tensor | None) -> list[tf.Operation]:
@@ -256,6 +263,11 @@ def _only_if(counts: tf.Tensor, value: Gradient) -> tf.Tensor:
     """A value that is no maximum where it doesn't count."""
     value = sparse.densify(value)
     return tf.where(counts, value, tf.constant(value.dtype.min, value.dtype))
+
+
+def _own(grads: Grads, weight: tf.Tensor | None, weighed: bool) -> Grads:
+    """The gradients of this replica alone: the mean, where they are sums of its window."""
+    return _means_of(grads, weight) if weighed and weight is not None else grads
 
 
 def _means_of(sums: Grads, weight: tf.Tensor) -> Grads:

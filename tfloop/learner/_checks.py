@@ -15,11 +15,16 @@ import tensorflow as tf
 from tfloop._checks.messages import described, listed
 from tfloop._model.paths import is_model
 from tfloop._optimizer.optimizer import ModuleOptimizer
+from tfloop._replicas.reduction import KINDS
 from tfloop.schedulers._module import ModuleLrScheduler
 from tfloop.schedulers._rates import ModuleLearningRate
 
 NEW = "Learner(model, optim, loss)"
 FIT = "Learner.fit(train, valid)"
+
+
+# What Keras calls the ways in which a loss puts its samples together.
+_MEANS, _WEIGHTED_MEAN, _SUMS = ("sum_over_batch_size", "mean"), "mean_with_sample_weight", ("sum",)
 
 
 class _Mean(keras.losses.Loss):
@@ -72,8 +77,8 @@ def as_loss(loss: Any, accumulate: int) -> keras.losses.Loss:
             "Nothing else says what to minimise. Write `keras.losses.MeanSquaredError()`."
         )
     found = found if isinstance(found, keras.losses.Loss) else _Mean(found)
-    allowed = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-    if found.reduction not in allowed and (found.reduction != "sum" or accumulate > 1):
+    allowed = [*_MEANS, _WEIGHTED_MEAN, *(_SUMS if accumulate == 1 else ())]
+    if found.reduction not in allowed:
         raise ValueError(
             f"`{NEW}` got the loss {found.name!r} with reduction={found.reduction!r} and "
             f"accumulate={accumulate}, expected a mean over the batch. Windows and epochs take "
@@ -81,6 +86,11 @@ def as_loss(loss: Any, accumulate: int) -> keras.losses.Loss:
             f"`keras.losses.{type(found).__name__}(..., reduction='mean')`."
         )
     return found
+
+
+def divides_by_weights(loss: keras.losses.Loss) -> bool:
+    """Is it a mean over the sample weights, where there are any, in place of the samples?"""
+    return loss.reduction == _WEIGHTED_MEAN
 
 
 def as_rates(lr: Any) -> ModuleLearningRate | ModuleLrScheduler | None:
