@@ -198,7 +198,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         if weight is not None and not self._weighs:
             raise ValueError(
                 f"`{_ACCUMULATE}` got weight={described(weight)} with "
-                f"reduction={self.reduction!r}, expected none: a sum has no weights. For the mean over samples make it with "
+                f"reduction={self.reduction!r}, expected none: a sum has no weights. For "
+                "the mean over samples make it with "
                 "`tfloop.GradientsAccumulator(reduction='mean')`."
             )
         with placement.one_at_a_time(self._lock):
