@@ -100,9 +100,9 @@ class Optimizer(_Kind):
     def __init__(self, optim: ModuleOptimizer, root: Any) -> None:
         waiting: Mapping[int, Any] = {}
         if root is None:
-            self._groups = optim.records()
+            self._groups = optim._assembly.records()
         else:
-            self._groups, waiting = optim.first_records(root)
+            self._groups, waiting = optim._assembly.first_records(root)
         self.values = {
             f"{number}/{key}": waiting.get(id(variable), variable)
             for number, group in enumerate(self._groups)

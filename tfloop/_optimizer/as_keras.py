@@ -29,7 +29,6 @@ from tfloop._optimizer.keras_optimizer import CLIP_ARGUMENTS
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._optimizer.record import GroupRecord, dump
 from tfloop._replicas import placement
-from tfloop._replicas.reduction import KINDS
 from tfloop._tensors.overwritten import path_for
 
 _CALL = "ModuleOptimizer.as_keras(model)"
@@ -140,13 +139,13 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
     @property
     def learning_rate(self) -> Any:
         """The fallback's rate: a variable, or what its schedule gives now."""
-        update: Any = self.optim._groups[0].update  # the fallback is never frozen
+        update: Any = self.optim._assembly.groups[0].update  # the fallback is never frozen
         rate = rate_of(update.given)
         return rate if is_variable(rate) else update.own_rate()
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        updates = enumerate(group.update for group in self.optim._groups)
+        updates = enumerate(group.update for group in self.optim._assembly.groups)
         given = {number: update.given for number, update in updates if update is not None}
         rates = {n: g.learning_rate for n, g in given.items() if is_variable(rate_of(g))}
         if 0 in rates and float(rates[0].numpy()) > 0.0:
@@ -243,7 +242,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         if scaler is not None and self._notes.is_scaled:
             # Not where Keras' LossScaleOptimizer is around this one: it scales by itself.
             found, self._notes.is_scaled = found.map(scaler.unscaled), False
-        replicas, reduction = placement.count(), KINDS[self.optim.reduction]
+        replicas, reduction = placement.count(), self.optim._assembly.reduction
         if replicas == 1:
             return found
         if not reduction.sends:
@@ -310,7 +309,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
             return []
         served = set(self._served())
         found = []
-        for record in self.optim.records():
+        for record in self.optim._assembly.records():
             slots = {path: slots for path, slots in record.slots.items() if path in served}
             if slots or not record.slots:
                 found.append(GroupRecord(record.optimizer, slots, record.counters))
@@ -322,8 +321,8 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         book = address_book(self._notes.root, _CALL)
         served = self._served()
         rows = []
-        for number, group in enumerate(optim._groups):
-            members = [path for path in served if optim._owner[path] == number]
+        for number, group in enumerate(optim._assembly.groups):
+            members = [path for path in served if optim._assembly.owner[path] == number]
             update = group.update
             undecayed = [p for p in members if update is not None and update.decay_of(p) is None]
             if members or number == 0:
@@ -336,7 +335,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
 def _options(optim: ModuleOptimizer) -> dict[str, Any]:
     """What an optimizer was given besides its groups."""
     scaler = optim.scaler and [float(optim.scaler.scale.numpy()), optim.scaler._growth_interval]
-    return {"reduction": optim.reduction, "skip_nonfinite": optim._skips, "scaler": scaler}
+    return {"reduction": optim.reduction, "skip_nonfinite": optim._assembly.skips, "scaler": scaler}
 
 
 def _optimizer_of(rows: list[_Row], options: dict[str, Any]) -> ModuleOptimizer:

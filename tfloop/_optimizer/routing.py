@@ -17,6 +17,7 @@ from tfloop._model.paths import AddressBook, Variable, tf_variable
 from tfloop._optimizer.clipper import Clipper
 from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.keras_optimizer import as_keras_optimizer
+from tfloop._optimizer.record import GroupRecord
 from tfloop._optimizer.update import GroupUpdate, State
 from tfloop._tensors.sparse import Gradient
 
@@ -86,10 +87,13 @@ class Group:
         if self.clipper is not None:
             self.clipper.move_home(home)
 
-    def shared_state(self) -> dict[str, tf.Variable]:
-        """What of its state belongs to no single variable, but for the optimizer's counters."""
-        rate = {} if self.update is None else self.update.rate_variable()
-        return rate | ({} if self.clipper is None else self.clipper.variables())
+    def record(self, state: State) -> GroupRecord:
+        """Its state as it is written down, with slots and counters of the live one or a new."""
+        assert self.update is not None  # frozen groups have none
+        slots = {path: state.slots(path) for path in state.variables}
+        clipping = {} if self.clipper is None else self.clipper.variables()
+        counters = state.counters() | self.update.rate_variable() | clipping
+        return GroupRecord(self.update.name, slots, counters)
 
     def clipped(
         self, share: dict[str, Gradient], variables: Mapping[str, Variable]

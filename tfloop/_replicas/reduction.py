@@ -78,77 +78,98 @@ WINDOW_KINDS = {name: kind for name, kind in KINDS.items() if kind.sends}
 """Those that put the micro-batches of a window together: none of them is reduced already."""
 
 
+class Contribution(NamedTuple):
+    """What one replica brings to an update.
+
+    Attributes:
+      grads: Path -> gradient, the same paths on all replicas.
+      weight: How much this replica counts; `None`: all count alike.
+      weighed: Are the gradients sums over the weight, w_i g_i in place of g_i?
+      present: Path -> has this replica one, a scalar bool; `None` if all are there. What is absent
+        is zero in `grads`.
+      filled: Beside `present`: was anything added to its window at all?
+      statistics: Path -> what this replica has of `moved_state`; means in any case.
+      rows: How much this replica counts in these, where it isn't `weight`.
+    """
+
+    grads: dict[str, Gradient]
+    weight: tf.Tensor | None = None
+    weighed: bool = False
+    present: dict[str, tf.Tensor] | None = None
+    filled: tf.Tensor | None = None
+    statistics: Mapping[str, tf.Tensor] = {}
+    rows: tf.Tensor | None = None
+
+
 class Total(NamedTuple):
-    """The gradients of all replicas, the same on each.
+    """What all replicas have together, the same on each.
 
     Attributes:
       grads: Path -> gradient.
       weight: The sum of the weights, or `None` if nothing was weighted.
       present: Path -> did any replica have one, a scalar bool; `None` if all are there.
+      filled: Was anything added to any window? `None` where there is none.
       statistics: Path -> what the state that layers move is over all replicas.
     """
 
     grads: dict[str, Gradient]
     weight: tf.Tensor | None
     present: dict[str, tf.Tensor] | None
+    filled: tf.Tensor | None
     statistics: dict[str, tf.Tensor]
 
 
-def total(
-    grads: Mapping[str, Gradient],
-    weight: tf.Tensor | None,
-    *,
-    reduction: Reduction,
-    present: Mapping[str, tf.Tensor] | None = None,
-    weighed: bool = False,
-    statistics: Mapping[str, tf.Tensor] | None = None,
-    rows: tf.Tensor | None = None,
-) -> Total:
+def total(brought: Contribution, reduction: Reduction) -> Total:
     """Reduces gradients over the replicas, in one call for each kind of them.
 
     What overwrites a variable becomes the maximum over the replicas that count, in any case.
-
-    Args:
-      grads: Path -> gradient of this replica, the same paths on all.
-      weight: How much this replica counts; `None`: all count alike.
-      reduction: How.
-      present: Path -> scalar bool: has this replica one? What is absent is zero in `grads`.
-      weighed: The gradients are sums over the weight: w_i g_i in place of g_i.
-      statistics: Path -> what this replica has of `moved_state`; means in any case.
-      rows: How much this replica counts in these, where it isn't `weight`.
     """
-    replicas, one = placement.count(), tf.constant(1.0)
-    grads, values = overwritten.parted(grads)
-    present = None if present is None else dict(present)
-    if replicas == 1:
+    if placement.count() == 1:
         # Nothing is sent: its own is all there is, however replicas would be put together.
-        return Total(_own(grads, weight, weighed) | values, weight, present, {})
-    grads = reduction.sent(grads, weight, weighed)
+        grads, values = overwritten.parted(brought.grads)
+        grads = _own(grads, brought.weight, brought.weighed)
+        found = Total(grads | values, brought.weight, brought.present, brought.filled, {})
+    else:
+        found = _total_of_replicas(brought, reduction)
+    if found.present is None or found.weight is None:
+        return found
+    # XLA drops the checks: there, a window that weighs nothing leaves all as it is.
+    counts = found.weight > 0
+    present = {path: tf.logical_and(flag, counts) for path, flag in found.present.items()}
+    return found._replace(present=present)
+
+
+def _total_of_replicas(brought: Contribution, reduction: Reduction) -> Total:
+    """`total` where there are several."""
+    grads, values = overwritten.parted(brought.grads)
+    weight, present, one = brought.weight, brought.present, tf.constant(1.0)
+    grads = reduction.sent(grads, weight, brought.weighed)
     # A sum over rows of zeros is what each replica has; so what all have alike stays, bit for bit.
-    own = {path: placement.in_own_row(_wide(value)) for path, value in (statistics or {}).items()}
-    counted = next((w for w in (weight, rows) if w is not None), one)
+    own = {path: placement.in_own_row(_wide(v)) for path, v in brought.statistics.items()}
+    counted = next((w for w in (weight, brought.rows) if w is not None), one)
     riders = [placement.in_own_row(tf.cast(counted, tf.float32))] if own else []
     if not reduction.sends:
         parts, riders = placement.reduce_sum(own, riders) if own else ({}, riders)
-        return Total(grads | values, weight, present, _means(statistics, parts, riders))
+        means = _means(brought.statistics, parts, riders)
+        return Total(grads | values, weight, present, brought.filled, means)
     apart = {
         path: placement.in_own_row(_only_if(_counts(path, weight, present), value))
         for path, value in values.items()
     }
     riders.append(one if weight is None else tf.cast(weight, tf.float32))
     if present is not None:
-        riders.append(tf.cast(tf.stack(list(present.values())), tf.float32))
+        riders.append(tf.cast(tf.stack([*present.values(), brought.filled]), tf.float32))
     sums, riders = placement.reduce_sum(grads | own | apart, riders)
-    means = _means(statistics, sums, riders)
-    weights = riders[1 if own else 0]
-    if present is not None:
-        flags = tf.unstack(riders[-1] > 0, len(present))
-        present = dict(zip(present, flags, strict=True))
+    means = _means(brought.statistics, sums, riders)
+    weights, filled = riders[1 if own else 0], brought.filled
     grads = reduction.received({path: sums[path] for path in grads}, weights)
     values = {path: tf.reduce_max(sums[path], 0) for path in values}
-    if present is not None:  # what is absent is zero here, too
+    if present is not None:
+        *flags, filled = tf.unstack(riders[-1] > 0, len(present) + 1)
+        present = dict(zip(present, flags, strict=True))
+        # What is absent is zero here, too.
         values = {path: tf.where(present[path], value, 0) for path, value in values.items()}
-    return Total(grads | values, None if weight is None else weights, present, means)
+    return Total(grads | values, None if weight is None else weights, present, filled, means)
 
 
 def reduction_of(call: str, name: Any, names: Collection[str | None], fix: str) -> Reduction:
@@ -233,7 +254,7 @@ def mean_of_parts(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 
 
 def _means(
-    statistics: Mapping[str, tf.Tensor] | None,
+    statistics: Mapping[str, tf.Tensor],
     parts: Mapping[str, Gradient],
     riders: list[tf.Tensor],
 ) -> dict[str, tf.Tensor]:
@@ -242,7 +263,7 @@ def _means(
         path: tf.cast(
             mean_of_parts(parts[path], tf.cast(riders[0], parts[path].dtype)), value.dtype
         )
-        for path, value in (statistics or {}).items()
+        for path, value in statistics.items()
     }
 
 
