@@ -237,7 +237,9 @@ def test_a_file_of_keras_keeps_it(tmp_path):
     model.fit([IDS[0], IMAGES[0]], TARGETS[0], epochs=1, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert loaded.optimizer.optim._groups[0].clipping == AdaptiveGradientClipping(0.02, 0.01)
+    assert loaded.optimizer.optim._assembly.groups[0].clipping == AdaptiveGradientClipping(
+        0.02, 0.01
+    )
     for one in (model, loaded):
         one.fit([IDS[1], IMAGES[1]], TARGETS[1], epochs=1, verbose=0)
     np.testing.assert_array_equal(

@@ -94,7 +94,7 @@ PUBLIC_BY_CONVENTION = {"_asdict", "_fields", "_make", "_replace"}  # of named t
 OURS_TOO = {
     "tfloop._compile.step": {"_jit_compile", "_lock"},
     "tfloop._gradients.scaling": {"_start"},
-    "tfloop._optimizer.optimizer": {"_iterations", "_lock"},
+    "tfloop._optimizer.contribution": {"_lock"},
     "tfloop.examples._digits": {"_generate_examples"},  # by which a data set is written
 }
 ASKING = {"getattr", "hasattr", "setattr", "delattr", "attrgetter"}

@@ -132,8 +132,8 @@ def test_one_optimizer_given_to_two_groups_is_one_in_the_copy_too():
     given = keras.optimizers.SGD(0.5)
     optim = ModuleOptimizer(given).with_group(ParamGroup.from_name("bias"), given)
     copied = copy.deepcopy(optim)
-    assert copied._groups[0].update.given is copied._groups[1].update.given
-    assert copied._groups[0].update.given is not given
+    assert copied._assembly.groups[0].update.given is copied._assembly.groups[1].update.given
+    assert copied._assembly.groups[0].update.given is not given
 
 
 def test_an_unbuilt_optimizer_is_copied_with_what_it_leaves_out_of_decay():
@@ -168,8 +168,8 @@ def test_a_schedule_that_is_copied_along_is_that_of_the_copy():
     other, copied = copy.deepcopy((plateau, optim))
     other.update(1.0)
     other.update(1.0)
-    assert float(optim._groups[0].update.own_rate()) == 1.0
-    assert float(copied._groups[0].update.own_rate()) == 0.5
+    assert float(optim._assembly.groups[0].update.own_rate()) == 1.0
+    assert float(copied._assembly.groups[0].update.own_rate()) == 0.5
 
 
 def test_a_copy_that_has_stepped_belongs_to_one_model_alone():

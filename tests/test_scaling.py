@@ -40,7 +40,7 @@ def stepper(model, optim, mode):
 
 def state(model, optim):
     found = {path: v.numpy() for path, v in tfloop.named_variables(model).items()}
-    for group in optim.records()[:-1]:
+    for group in optim._assembly.records()[:-1]:
         found |= {f"{group.optimizer}/{key}": v.numpy() for key, v in group.variables().items()}
     return found
 

@@ -4,7 +4,9 @@ Makes one thing of a `GradientsParams` and of an accumulator's window, so that a
 which it got. What all replicas have together is `reduction`'s business.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -26,6 +28,11 @@ from tfloop._replicas.reduction import (
 from tfloop._tensors.counts import checked_weight
 
 Source = GradientsParams | GradientsAccumulator
+
+
+def turn_at(source: Source) -> AbstractContextManager:
+    """Held while a step uses a window, so that no other thread adds to it meanwhile."""
+    return source._lock if isinstance(source, GradientsAccumulator) else contextlib.nullcontext()
 
 
 def contribution_of(

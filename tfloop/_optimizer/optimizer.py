@@ -3,7 +3,6 @@
 The groups and their state are the `assembly`'s, the order of an update is in `step`.
 """
 
-import contextlib
 import copy
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ from tfloop._optimizer import record, summary
 from tfloop._optimizer.assembly import Assembly
 from tfloop._optimizer.checks import STEP
 from tfloop._optimizer.clipping import GradientClipping
+from tfloop._optimizer.contribution import turn_at
 from tfloop._optimizer.keras_optimizer import as_keras_optimizer
 from tfloop._optimizer.rates import rates_of
 from tfloop._optimizer.routing import Group, check_clipping
@@ -231,11 +231,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
         rates = rates_of(lr)
-        window = (
-            grads._lock if isinstance(grads, GradientsAccumulator) else contextlib.nullcontext()
-        )
         optim = self._assembly
-        with placement.one_at_a_time(optim.lock), placement.one_at_a_time(window):
+        with placement.one_at_a_time(optim.lock), placement.one_at_a_time(turn_at(grads)):
             take_step(optim, rates, model, grads, weight)
         return model
 
