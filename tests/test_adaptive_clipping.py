@@ -258,10 +258,14 @@ def test_it_compares_hashes_and_reads_as_what_makes_it():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((0.0,), ValueError, r"g\(clipping, eps\)` needs a positive clipping: got 0.0"),
-        ((0.01, -1), ValueError, "needs a positive eps: got -1, expected a finite float above 0"),
-        ((np.inf,), ValueError, "needs a positive clipping: got inf"),
-        (("0.01",), TypeError, "needs a number: got str '0.01'.*The clipping is fixed when"),
+        ((0.0,), ValueError, r"g\(clipping, eps\)` has a clipping out of range: got 0.0"),
+        ((0.01, -1), ValueError, "a eps out of range: got -1, expected a finite number > 0"),
+        ((np.inf,), ValueError, "a clipping out of range: got inf"),
+        (
+            ("0.01",),
+            TypeError,
+            "needs a number: got clipping=str '0.01'.*The clipping is fixed when",
+        ),
         ((0.01, None), TypeError, r"got None.*Write `tfloop.AdaptiveGradientClipping\(0.01\)`"),
     ],
 )

@@ -148,12 +148,12 @@ BAD = {
     "zero": (
         lambda: by_norm(0.0),
         ValueError,
-        r"by_norm\(max_norm\)` needs a positive bound: got 0",
+        r"by_norm\(max_norm\)` has a bound out of range: got 0",
     ),
     "negative": (
         lambda: by_value(-1),
         ValueError,
-        r"by_value\(limit\)` needs a positive bound: got -1",
+        r"by_value\(limit\)` has a bound out of range: got -1",
     ),
     "nan": (
         lambda: by_global_norm(NAN),
@@ -164,10 +164,10 @@ BAD = {
     "none": (
         lambda: by_norm(None),
         TypeError,
-        "needs a number: got None, expected a positive float",
+        "needs a number: got bound=None, expected a finite number > 0",
     ),
-    "text": (lambda: by_value("1.0"), TypeError, "needs a number: got str '1.0'"),
-    "bool": (lambda: by_norm(True), TypeError, "needs a number: got bool True"),
+    "text": (lambda: by_value("1.0"), TypeError, "needs a number: got bound=str '1.0'"),
+    "bool": (lambda: by_norm(True), TypeError, "needs a number: got bound=bool True"),
     "tensor": (
         lambda: by_norm(tf.constant(1.0)),
         TypeError,
@@ -176,7 +176,7 @@ BAD = {
     "list": (
         lambda: by_global_norm([1.0]),
         TypeError,
-        "needs a number: got an object of type list",
+        "needs a number: got bound=an object of type list",
     ),
     "complex": (lambda: by_norm(1j), TypeError, "needs a number"),
     "a kind that no file has": (
@@ -187,7 +187,7 @@ BAD = {
     "a limit that no file has": (
         lambda: deserialize(["value", -1.0]),
         ValueError,
-        r"by_value\(limit\)` needs a positive bound: got -1.0.*`clipping=None`",
+        r"by_value\(limit\)` has a bound out of range: got -1.0.*`clipping=None`",
     ),
 }
 

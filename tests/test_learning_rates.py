@@ -449,7 +449,7 @@ _WRONG = [
     (lambda: ModuleLearningRate(True), TypeError, "needs a rate: got base=bool True"),
     (lambda: ModuleLearningRate(tf.constant([1.0])), ValueError, r"base of shape \(1,\), expected"),
     (lambda: ModuleLearningRate(np.ones(2)), ValueError, r"needs one rate: got base of shape \(2,"),
-    (lambda: ModuleLearningRate(tf.constant("a")), TypeError, "got base of dtype string, expected"),
+    (lambda: ModuleLearningRate(tf.constant("a")), TypeError, "got base=dtype string, expected"),
     (
         lambda: ModuleLearningRate(CosineDecay(1.0, 2)),
         TypeError,

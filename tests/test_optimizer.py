@@ -212,9 +212,9 @@ BAD_RATES = {
     "vector": (
         tf.constant([0.1, 0.2]),
         TypeError,
-        r"got shape \(2,\) and dtype float32 as the rate.*with_group\(group, lr\)",
+        r"got shape \(2,\) as the rate.*with_group\(group, lr\)",
     ),
-    "bool tensor": (tf.constant(True), TypeError, "and dtype bool as the rate"),
+    "bool tensor": (tf.constant(True), TypeError, "got dtype bool as the rate"),
     "schedule": (
         keras.optimizers.schedules.CosineDecay(0.1, 10),
         TypeError,

@@ -572,7 +572,7 @@ BAD_OPTIMIZERS = {
     "a negative bound": (
         lambda: keras.optimizers.SGD(clipnorm=-1.0),
         ValueError,
-        r"GradientClipping.by_norm\(max_norm\)` needs a positive bound: got -1.0",
+        r"GradientClipping.by_norm\(max_norm\)` has a bound out of range: got -1.0",
     ),
     "a config that loses an argument": (
         lambda: Forgetful(strength=2.0),

@@ -10,12 +10,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfloop._optimizer.clipping import GradientClipping, factor, positive, scaled
+from tfloop._checks.arguments import positive
+from tfloop._optimizer.clipping import GradientClipping, factor, fixed_when_traced, scaled
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 
 _CALL = "AdaptiveGradientClipping(clipping, eps)"
-_EXAMPLE = "tfloop.AdaptiveGradientClipping(0.01)"
 
 
 @keras.saving.register_keras_serializable("tfloop")
@@ -63,7 +63,8 @@ class AdaptiveGradientClipping(GradientClipping):
     def __post_init__(self) -> None:
         """Refuses what isn't a positive number."""
         for name in ("clipping", "eps"):
-            value = positive(_CALL, name, getattr(self, name), _EXAMPLE)
+            fix = fixed_when_traced(name, "tfloop.AdaptiveGradientClipping(0.01)")
+            value = positive(_CALL, name, getattr(self, name), fix)
             object.__setattr__(self, name, value)
 
     @property

@@ -7,15 +7,14 @@ with what, and where its state is kept, is `clipper`'s business.
 import abc
 import dataclasses
 import inspect
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import keras
 import tensorflow as tf
 
-from tfloop._checks.messages import described, listed
+from tfloop._checks.arguments import positive
+from tfloop._checks.messages import listed
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 
@@ -118,8 +117,8 @@ class Bound(GradientClipping):
 
     def __post_init__(self) -> None:
         call = f"GradientClipping.by_{self.kind}({self.argument})"
-        example = "tfloop.GradientClipping.by_global_norm(1.0)"
-        object.__setattr__(self, "limit", positive(call, "bound", self.limit, example))
+        fix = fixed_when_traced("bound", "tfloop.GradientClipping.by_global_norm(1.0)")
+        object.__setattr__(self, "limit", positive(call, "bound", self.limit, fix))
 
     @property
     def label(self) -> str:
@@ -193,31 +192,12 @@ def scaled(grad: Gradient, factor: tf.Tensor) -> Gradient:
     return sparse.cast(product, grad.dtype)
 
 
-def positive(call: str, name: str, value: Any, example: str) -> float:
-    """An argument of a clipping as a float, which has to be finite and above 0.
-
-    Args:
-      call: The public call as typed.
-      name: What the argument is, in words.
-      value: What was given for it.
-      example: A call that works.
-
-    Raises:
-      TypeError: It isn't a number.
-      ValueError: It isn't finite, or not above 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"`{call}` needs a number: got {described(value)}, expected a positive float. "
-            f"The {name} is fixed when a step is traced. Write `{example}`."
-        )
-    if not (math.isfinite(number := float(value)) and number > 0):
-        raise ValueError(
-            f"`{call}` needs a positive {name}: got {value!r}, expected a finite float "
-            f"above 0. A {name} of 0 would stop the training; no clipping is None. "
-            "Write `clipping=None`."
-        )
-    return number
+def fixed_when_traced(name: str, example: str) -> str:
+    """What a message says of an argument of a clipping that can't be one."""
+    return (
+        f"The {name} is fixed when a step is traced; 0 would stop the training. Write `{example}`, "
+        "or for no clipping `clipping=None`."
+    )
 
 
 def serialize(clipping: GradientClipping | None) -> Any:

@@ -8,18 +8,17 @@ import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
-from keras.optimizers.schedules import LearningRateSchedule
 
+from tfloop._checks.arguments import is_number, wrong_scalar
 from tfloop._checks.messages import described
 from tfloop._groups.group import ParamGroup
 from tfloop._model.paths import AddressBook
 from tfloop._optimizer.checks import STEP
 from tfloop._optimizer.routing import Group
 from tfloop._tensors.sparse import Gradient
-from tfloop.schedulers._base import is_number
+from tfloop.schedulers._kinds import is_schedule
 from tfloop.schedulers._rates import ModuleLearningRate
 
 
@@ -119,16 +118,18 @@ def as_rate(rate: Any, what: str = "the rate") -> tf.Tensor:
       ValueError: It is known to be negative or not finite.
       TypeError: It isn't a number by kind, or has axes.
     """
-    if isinstance(rate, LearningRateSchedule):
+    if is_schedule(rate):
         raise TypeError(
             f"`{STEP}` got the schedule {described(rate)} as rate, expected a number. A schedule "
             "needs a count of steps. Give it to the optimizer (`keras.optimizers.Adam(schedule)` "
             "and `step(None, ...)`) or step it: `tfloop.ModuleLrScheduler(schedule).step()`."
         )
+    _check_kind(rate, what)
     if is_number(rate):
         tensor = tf.constant(float(rate), tf.float64)
     else:
-        tensor = _scalar(rate, what)
+        tensor = tf.convert_to_tensor(rate)
+        tensor = tensor if tensor.shape.rank == 0 else tf.ensure_shape(tensor, ())
     value = tf.get_static_value(tensor)
     if value is not None and not (np.isfinite(value) and value >= 0):
         raise ValueError(
@@ -138,25 +139,21 @@ def as_rate(rate: Any, what: str = "the rate") -> tf.Tensor:
     return tensor
 
 
-def _scalar(rate: Any, what: str) -> tf.Tensor:
-    numeric = isinstance(rate, (tf.Tensor, tf.Variable, keras.Variable, np.ndarray))
-    dtype = tf.as_dtype(rate.dtype) if numeric else tf.string
-    scalar = numeric and tf.TensorShape(rate.shape).rank in (0, None)
-    if not scalar or not (dtype.is_floating or dtype.is_integer):
-        got = f"shape {tuple(rate.shape)} and dtype {dtype.name}" if numeric else described(rate)
-        if hasattr(rate, "peek"):
-            cause, fix = "A scheduler gives the rates of each step", "scheduler.step()"
-        elif isinstance(rate, str):
-            cause, fix = "A text is no number", "float(lr)"
-        else:
-            cause = "Several rates belong to several groups"
-            fix = "tfloop.ModuleLearningRate(base).with_group(group, lr)"
-        raise TypeError(
-            f"`{STEP}` got {got} as {what}, expected a number, a scalar tensor or variable, "
-            f"a ModuleLearningRate, or None. {cause}. Write `{fix}`."
-        )
-    tensor = tf.convert_to_tensor(rate)
-    return tensor if tensor.shape.rank == 0 else tf.ensure_shape(tensor, ())
+def _check_kind(rate: Any, what: str) -> None:
+    wrong = wrong_scalar(rate)
+    if wrong is None:
+        return
+    if hasattr(rate, "peek"):
+        cause, fix = "A scheduler gives the rates of each step", "scheduler.step()"
+    elif isinstance(rate, str):
+        cause, fix = "A text is no number", "float(lr)"
+    else:
+        cause = "Several rates belong to several groups"
+        fix = "tfloop.ModuleLearningRate(base).with_group(group, lr)"
+    raise TypeError(
+        f"`{STEP}` got {wrong.got} as {what}, expected a number, a scalar tensor or variable, "
+        f"a ModuleLearningRate, or None. {cause}. Write `{fix}`."
+    )
 
 
 def assert_sound(rate: tf.Tensor) -> list[tf.Operation]:

@@ -16,6 +16,7 @@ from tfloop._checks.messages import described, listed
 from tfloop._model.paths import is_model
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._replicas.reduction import KINDS
+from tfloop.schedulers._kinds import is_schedule
 from tfloop.schedulers._module import ModuleLrScheduler
 from tfloop.schedulers._rates import ModuleLearningRate
 
@@ -102,7 +103,7 @@ def as_rates(lr: Any) -> ModuleLearningRate | ModuleLrScheduler | None:
     """
     if lr is None or isinstance(lr, (ModuleLearningRate, ModuleLrScheduler)):
         return lr
-    if isinstance(lr, keras.optimizers.schedules.LearningRateSchedule):
+    if is_schedule(lr):
         raise TypeError(
             f"`{NEW}` got a schedule as lr: got {type(lr).__name__}, expected what counts its "
             "steps. Wrap it: `tfloop.Learner(..., lr=tfloop.ModuleLrScheduler(schedule))`."

@@ -1,22 +1,17 @@
 """ModuleLearningRate: the rates of one update, a base and one for each group."""
 
-import math
 from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
-from keras.optimizers.schedules import LearningRateSchedule
 
-from tfloop._checks.messages import described
+from tfloop._checks.arguments import TENSORS
 from tfloop._groups.group import ParamGroup, as_group
 from tfloop._groups.patterns import Variable
 from tfloop._tracing import traces
-from tfloop.schedulers._base import is_number
+from tfloop.schedulers._kinds import checked_rate
 
 _CALL = "ModuleLearningRate(base)"
 _CALL_GROUP = "ModuleLearningRate.with_group(group, lr, multiplier=...)"
-_TENSORS = (tf.Tensor, tf.Variable, keras.Variable, np.ndarray)
 
 
 class ModuleLearningRate:
@@ -153,55 +148,9 @@ class ModuleLearningRate:
         return f"ModuleLearningRate({_shown(self.base)}){''.join(groups)}"
 
 
-def checked_rate(call: str, name: str, value: Any) -> Any:
-    """A float, or a scalar tensor or variable as it is.
-
-    Args:
-      call: The public call as typed.
-      name: The argument.
-      value: What was given for it.
-
-    Raises:
-      TypeError: It isn't a scalar number by kind.
-      ValueError: It is a number that is NaN, infinite or negative, or a tensor with axes.
-    """
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value.item()
-    if is_number(value):
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(
-                f"`{call}` has a {name} out of range: got {value!r}, expected a finite number "
-                ">= 0. It may come from a loss that isn't finite; 0 stops a group. Write "
-                "`tfloop.ModuleLearningRate(1e-3)`."
-            )
-        return float(value)
-    if not isinstance(value, _TENSORS):
-        schedule = isinstance(value, LearningRateSchedule)
-        cause = "A schedule gives a rate for each step" if schedule else "Rates are numbers"
-        fix = "ModuleLrScheduler(schedule).step()" if schedule else "ModuleLearningRate(1e-3)"
-        raise TypeError(
-            f"`{call}` needs a rate: got {name}={described(value)}, expected a number or a scalar "
-            f"tensor. {cause}. Write `{fix}`."
-        )
-    dtype, shape = tf.as_dtype(value.dtype), tf.TensorShape(value.shape)
-    if not (dtype.is_floating or dtype.is_integer):
-        raise TypeError(
-            f"`{call}` needs a rate: got {name} of dtype {dtype.name}, expected a floating-point "
-            "scalar. Rates are numbers. Write `tfloop.ModuleLearningRate(1e-3)`."
-        )
-    if shape.rank not in (0, None):
-        raise ValueError(
-            f"`{call}` needs one rate: got {name} of shape {tuple(shape)}, expected (). Several "
-            "rates belong to several groups. Write "
-            "`tfloop.ModuleLearningRate(1e-3)"
-            ".with_group(tfloop.ParamGroup.from_name('encoder'), 1e-4)`."
-        )
-    return value
-
-
 def _read(rate: Any) -> Any:
     """A tensor or a variable's value as float32; numbers, and specs while tracing, as they are."""
-    if not isinstance(rate, _TENSORS):
+    if not isinstance(rate, TENSORS):
         return rate
     return tf.cast(tf.convert_to_tensor(rate), tf.float32)  # tf.cast alone may keep a variable
 
