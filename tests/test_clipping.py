@@ -160,7 +160,7 @@ BAD = {
         ValueError,
         r"by_global_norm\(max_norm\)`.*got nan, expected",
     ),
-    "infinite": (lambda: by_norm(INF), ValueError, "got inf, expected a finite float above 0"),
+    "infinite": (lambda: by_norm(INF), ValueError, "got inf, expected a finite number > 0"),
     "none": (
         lambda: by_norm(None),
         TypeError,

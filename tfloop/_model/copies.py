@@ -6,7 +6,7 @@ Both go by path, and need nothing of a model but that it can be walked.
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfloop._checks.arguments import is_number, wrong_scalar
 from tfloop._checks.messages import listed
 from tfloop._model import derived
+from tfloop._model.containers import is_container, rebuilt
 from tfloop._model.modes import View
 from tfloop._model.paths import AddressBook, address_book, tf_variable
 from tfloop._tensors import sparse
@@ -135,10 +136,8 @@ def _ways_to_copy(model: Any) -> Iterator[Callable[[], Any]]:
 
 def _by_config(model: Any) -> Any:
     """Containers part by part, Keras models and layers from their config, others whole."""
-    if isinstance(model, Mapping):
-        return {name: _by_config(part) for name, part in model.items()}
-    if isinstance(model, (list, tuple)):
-        return [_by_config(part) for part in model]
+    if is_container(model):
+        return rebuilt(model, _by_config)
     if isinstance(model, keras.Model):
         return keras.models.clone_model(model)
     if not isinstance(model, keras.layers.Layer):
