@@ -32,9 +32,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     """Applies gradients to a model, each parameter by the optimizer of its group.
 
     The optimizer given here serves every parameter that no group takes. A step consumes the
-    gradients. Its order is: reduce over replicas, clip per group, skip if anything isn't finite or
-    wasn't before the clipping (where asked for), rate, then the Keras update with its decay. A
-    parameter without a gradient is untouched: no decay, no change of its state. Each group counts
+    gradients. Its order is: reduce over replicas, skip if not finite (where asked for), clip per
+    group, rate, then the Keras update with its decay. A parameter without a gradient is untouched:
+    no decay, no change of its state. Each group counts
     the steps that it took part in; bias correction, Keras schedules and moving averages follow
     that count. State is made by `build`, which the first step calls.
 

@@ -19,7 +19,7 @@ from tfloop._optimizer.checks import STEP
 from tfloop._optimizer.routing import Group
 from tfloop._tensors.sparse import Gradient
 from tfloop.schedulers._kinds import is_schedule
-from tfloop.schedulers._rates import ModuleLearningRate
+from tfloop.schedulers._rates import ModuleLearningRate, bucket_of, values_of
 
 
 class Rated(NamedTuple):
@@ -82,7 +82,7 @@ class RatesByGroup(Rates):
         """
         parts: dict[int, dict[str, Gradient]] = {}
         for path, grad in grads.items():
-            bucket = self._rates.bucket_of(book.paths_of(path), book.variables[path])
+            bucket = bucket_of(self._rates, book.paths_of(path), book.variables[path])
             parts.setdefault(bucket, {})[path] = grad
         update = group.update
         assert update is not None  # a frozen group gets no gradients
@@ -92,7 +92,7 @@ class RatesByGroup(Rates):
                 f"{update.name} moves state that its variables share, once per update. "
                 "Give each rate a group of its own: `optim.with_group(group, optimizer)`."
             )
-        rates = self._rates.rates()
+        rates = values_of(self._rates)
         return [Rated(as_rate(rates[bucket]), part) for bucket, part in parts.items()]
 
 

@@ -1,4 +1,4 @@
-"""The order of one update: contribution, reduction, clipping, finite, rate, update.
+"""The order of one update: contribution, reduction, finite, clipping, rate, update.
 
 Gradients walk through these one way, by path; each stage has a room of its own and gives what the
 next one takes. All checks come before the first change: what is known now raises, and all changes
@@ -24,11 +24,19 @@ from tfloop._tensors.sparse import Gradient
 
 
 class _Bounded(NamedTuple):
-    """What a group takes part with: its gradients, and what its clipping is to remember."""
+    """What a group takes part with.
+
+    Attributes:
+      group: The group.
+      grads: Its gradients by path, clipped.
+      remembered: What its clipping is to remember.
+      finite: Scalar bools: is what its clipping gave finite? None where nobody asks.
+    """
 
     group: Group
     grads: dict[str, Gradient]
     remembered: list[tf.Tensor]
+    finite: list[tf.Tensor]
 
 
 def take_step(optim: Assembly, rates: Rates, model: Any, source: Source, weight: Any) -> None:
@@ -48,13 +56,11 @@ def take_step(optim: Assembly, rates: Rates, model: Any, source: Source, weight:
 
     brought = contribution_of(source, model, book, weight, optim.reduction, optim.served)
     reduced = total(brought, optim.reduction)
-    bounded = [
-        _Bounded(group, *group.clipped(grads, book.variables))
-        for group, grads in optim.shares(reduced.grads)
-    ]
-    finite = [_all_finite(reduced.grads, bounded)] if optim.skips else []
+    finite = [sparse.all_finite(grad) for grad in reduced.grads.values()] if optim.skips else []
+    bounded = [_bounded(optim, *share) for share in optim.shares(reduced.grads)]
     rated = [rates.split(share.grads, share.group, book) for share in bounded]
 
+    sound = [_all(finite, bounded)] if optim.skips else []
     checks = _checks(optim, bounded, rated) + checks_of(source, brought, reduced)
     # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
     with tf.control_dependencies(checks):
@@ -64,18 +70,23 @@ def take_step(optim: Assembly, rates: Rates, model: Any, source: Source, weight:
             functools.partial(_apply, optim, [work.run for work in works]),
             [(work.inputs, work.some) for work in works],
             _takes_part(bounded, reduced),
-            finite,
+            sound,
             reduced.statistics,
         )
 
 
-def _all_finite(reduced: Mapping[str, Gradient], bounded: list[_Bounded]) -> tf.Tensor:
-    """Is everything that would be applied, and was it before the clipping?"""
-    grads = [*reduced.values()]
-    for share in bounded:
-        if share.group.clipping is not None:
-            grads += share.grads.values()  # of finite gradients the norm may be infinite
-    flags = [sparse.all_finite(grad) for grad in grads]
+def _bounded(optim: Assembly, group: Group, grads: dict[str, Gradient]) -> _Bounded:
+    """The clipping of one group."""
+    assert optim.book is not None  # `prepare` has found it
+    clipped, remembered = group.clipped(grads, optim.book.variables)
+    # Of finite gradients the norm may be infinite, which makes them NaN.
+    made = clipped.values() if optim.skips and group.clipping is not None else ()
+    return _Bounded(group, clipped, remembered, [sparse.all_finite(grad) for grad in made])
+
+
+def _all(finite: list[tf.Tensor], bounded: list[_Bounded]) -> tf.Tensor:
+    """Was everything finite, and is it still? A scalar bool."""
+    flags = finite + [flag for share in bounded for flag in share.finite]
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 
 
@@ -97,7 +108,7 @@ def _works(
 ) -> list[Work]:
     """All that is to be run: the update of each group, and what its clipping remembers."""
     works = []
-    for (group, _, remembered), parts in zip(bounded, rated, strict=True):
+    for (group, _, remembered, _), parts in zip(bounded, rated, strict=True):
         assert group.update is not None  # a frozen group gets no gradients
         works.append(group.update.prepared([*parts], present))
         if group.clipper and remembered:
@@ -118,10 +129,10 @@ def _apply(
     strategy: Any,
     inputs: list[Any],
     updated: tf.Tensor,
-    finite: list[tf.Tensor],
+    sound: list[tf.Tensor],
     statistics: dict[str, tf.Tensor],
 ) -> None:
-    """All changes of one step, once for all replicas."""
+    """All changes of one step, once for all replicas; `sound` alone where it may be skipped."""
     assert optim.book is not None  # `prepare` has found it
 
     def change() -> tf.Tensor:
@@ -131,12 +142,12 @@ def _apply(
         return tf.constant(0)
 
     with optim.lock:  # a trace, too, sets a rate on the Keras optimizer for a while
-        if finite:
-            sound = placement.agreed(strategy, finite[0])
-            tf.cond(sound, change, lambda: tf.constant(0))
-            placement.update(strategy, optim.skipped, _add, tf.logical_not(sound))
+        if sound:
+            runs_now = placement.agreed(strategy, sound[0])
+            tf.cond(runs_now, change, lambda: tf.constant(0))
+            placement.update(strategy, optim.skipped, _add, tf.logical_not(runs_now))
             if optim.scaler is not None:
-                optim.scaler.adapt(strategy, sound)
+                optim.scaler.adapt(strategy, runs_now)
         else:
             change()
         for path, mean in statistics.items():

@@ -84,27 +84,8 @@ class ModuleLearningRate:
         """The groups in the order in which they were added."""
         return self._groups
 
-    def bucket_of(self, paths: tuple[str, ...], variable: Variable | None = None) -> int:
-        """The index in `rates()` of a parameter's rate: its group's, or -1 for the base.
-
-        Args:
-          paths: All paths to the parameter.
-          variable: The parameter itself, for groups of variables and layers.
-        """
-        traces.depends_on(self)
-        for index in reversed(range(len(self._groups))):
-            if self._groups[index].matches_any(paths, variable):
-                return index
-        return -1
-
-    def rates(self) -> list[float | tf.Tensor]:
-        """The rate of each group in order, then the base: floats, or float32 scalars."""
-        base = self.base
-        own = [_times(base if lr is None else _read(lr), factor) for lr, factor in self._own]
-        return [*own, base]
-
     def rate_of(self, paths: tuple[str, ...], variable: Variable | None = None) -> Any:
-        """The rate of one parameter; `bucket_of` tells which parameters share theirs.
+        """The rate of one parameter.
 
         Args:
           paths: All paths to the parameter.
@@ -113,19 +94,15 @@ class ModuleLearningRate:
         Returns:
           A float, or a float32 scalar.
         """
-        return self.rates()[self.bucket_of(paths, variable)]
+        return values_of(self)[bucket_of(self, paths, variable)]
 
     def fingerprint(self) -> object:
         """What a trace bakes in: which groups there are."""
         return self._groups
 
-    def as_tensors(self) -> "ModuleLearningRate":
-        """The same rates as float32 scalars: what they are inside a `tf.function`."""
-        return self.__tf_unflatten__(*self.__tf_flatten__())
-
     def __tf_flatten__(self) -> tuple[tuple[ParamGroup, ...], tuple[tf.Tensor, ...]]:
         """The groups as what a trace is made for, the rates as what may change."""
-        rates = self.rates()
+        rates = values_of(self)
         return self._groups, tuple(tf.constant(r) if isinstance(r, float) else r for r in rates)
 
     @classmethod
@@ -143,9 +120,38 @@ class ModuleLearningRate:
         """The calls that make it."""
         groups = (
             f".with_group({group!r}, {_shown(rate)})"
-            for group, rate in zip(self._groups, self.rates(), strict=False)
+            for group, rate in zip(self._groups, values_of(self), strict=False)
         )
         return f"ModuleLearningRate({_shown(self.base)}){''.join(groups)}"
+
+
+def bucket_of(
+    rates: ModuleLearningRate, paths: tuple[str, ...], variable: Variable | None = None
+) -> int:
+    """The index in `values_of` of a parameter's rate: its group's, or -1 for the base.
+
+    Args:
+      rates: The rates of a step.
+      paths: All paths to the parameter.
+      variable: The parameter itself, for groups of variables and layers.
+    """
+    traces.depends_on(rates)
+    for index in reversed(range(len(rates.groups))):
+        if rates.groups[index].matches_any(paths, variable):
+            return index
+    return -1
+
+
+def values_of(rates: ModuleLearningRate) -> list[float | tf.Tensor]:
+    """The rate of each group in order, then the base: floats, or float32 scalars."""
+    base = rates.base
+    own = [_times(base if lr is None else _read(lr), factor) for lr, factor in rates._own]
+    return [*own, base]
+
+
+def as_tensors(rates: ModuleLearningRate) -> ModuleLearningRate:
+    """The same rates as float32 scalars: what they are inside a `tf.function`."""
+    return ModuleLearningRate.__tf_unflatten__(*rates.__tf_flatten__())
 
 
 def _read(rate: Any) -> Any:
