@@ -1,8 +1,8 @@
 """The groups put together for one root: who serves what, their state, the counts of all.
 
 Everything that a step finds ready, and what follows the model when that changes. Which group
-serves a parameter is decided in `routing`, the order of a step in `step`; how state is saved and
-restored is `persistence`'s business.
+serves a parameter is decided in `routing`, the order of a step in `step`; how state is written
+down, and checked before it is taken over, is `record`'s business.
 """
 
 import threading

@@ -34,9 +34,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     The optimizer given here serves every parameter that no group takes. A step consumes the
     gradients. Its order is: reduce over replicas, skip if not finite (where asked for), clip per
     group, rate, then the Keras update with its decay. A parameter without a gradient is untouched:
-    no decay, no change of its state. Each group counts
-    the steps that it took part in; bias correction, Keras schedules and moving averages follow
-    that count. State is made by `build`, which the first step calls.
+    no decay, no change of its state. Each group counts the steps that it took part in; bias
+    correction, Keras schedules and moving averages follow that count. State is made by `build`,
+    which the first step calls.
 
     A `tf.train.Checkpoint` saves the state of every parameter by path; restoring checks
     everything before it changes anything, and doesn't depend on the order of the groups.
