@@ -25,7 +25,7 @@ from tfloop._model.paths import (
 )
 from tfloop._optimizer import record
 from tfloop._optimizer.optimizer import ModuleOptimizer
-from tfloop._replicas import placement, reduction
+from tfloop._replicas import per_replica, reduction, seeds
 
 Saved = Mapping[str, np.ndarray]
 Pairs = list[tuple[Any, Any]]
@@ -131,12 +131,12 @@ class Window(_Kind):
     def __init__(self, accumulator: GradientsAccumulator) -> None:
         self._accumulator = accumulator
         self.values = accumulator.state()
-        self.own = accumulator.variables()
+        self.own = accumulator._buffers.variables()
         self.said: dict[str, Any] = {}
 
     def pairs(self, said: Mapping[str, Any], saved: Saved, strict: bool) -> Pairs:
         """As in `Variables`; the whole window or none, strict or not."""
-        return self._accumulator.assignments(saved)
+        return self._accumulator._buffers.assignments(saved)
 
 
 class State(_Kind):
@@ -238,7 +238,7 @@ def take_over(pairs: Pairs, apart: Sequence[tuple[Any, Sequence[Any]]]) -> None:
         raise
     rest = [pair for pair in pairs if not isinstance(pair[0], State)]
     for target, value in rest:
-        placement.assign_whole(target, value)
-    placement.spread_seeds([target for target, _ in rest if is_variable(target)], again=True)
+        per_replica.assign_total(target, value)
+    seeds.make_distinct([target for target, _ in rest if is_variable(target)], anew=True)
     for target, values in apart:
-        placement.assign_parts(target, values)
+        per_replica.assign_each(target, values)

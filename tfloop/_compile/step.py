@@ -20,7 +20,7 @@ from tfloop._compile import distribution, loop
 from tfloop._compile.bindings import Bindings
 from tfloop._compile.launch import Launcher, as_argument
 from tfloop._model.paths import AddressBook, unchecked_book
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tracing import traces
 from tfloop._tracing.traces import Dependency
 
@@ -133,7 +133,7 @@ class CompiledStep:
         self.python_function = fn
         self.trace_count = 0
         self._jit_compile = jit_compile
-        self._strategy = None if placement.is_default(strategy) else strategy
+        self._strategy = None if contexts.is_default(strategy) else strategy
         if self._strategy is not None:
             distribution.keep_losses_whole()
         self._attribute = getattr(fn, "__name__", None)

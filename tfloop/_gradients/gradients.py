@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfloop._checks.messages import described, listed
 from tfloop._groups.group import ParamGroup
 from tfloop._model.paths import AddressBook, Variable, address_book, tf_variable, variable_id
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
@@ -124,7 +124,7 @@ def share_of(
     }
     share = {path: grad for path, grad in asked.items() if grad is not None}
     if not share:
-        placement.check_context(_FROM_GRADS, book.variables)  # the likelier cause
+        contexts.check_context(_FROM_GRADS, book.variables)  # the likelier cause
         why = _why_empty(book, parameters, wanted, asked, group)
         raise ValueError(f"`{_FROM_GRADS}` found no gradient: {why}")
     return share

@@ -18,7 +18,7 @@ from tfloop._gradients.gradients import Gradients as Gradients
 from tfloop._gradients.gradients import gradient_name
 from tfloop._groups.group import ParamGroup, as_group
 from tfloop._model.paths import AddressBook, address_book
-from tfloop._replicas import placement, reduction
+from tfloop._replicas import contexts, reduction
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import checked_weight
 from tfloop._tensors.sparse import Gradient
@@ -247,8 +247,8 @@ class GradientsParams(Mapping[str, Gradient]):
         """
         call = "grads.reduce(weight)"
         grads = self._fresh(call)
-        placement.check_context(call, {})
-        share = placement.share()
+        contexts.check_context(call, {})
+        share = contexts.share()
         if weight is not None:
             weight = checked_weight(call, weight)
         elif share is not None:

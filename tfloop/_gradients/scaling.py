@@ -15,7 +15,7 @@ from tfloop._checks.arguments import positive, whole_number
 from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import not_pickled
 from tfloop._model.paths import Variable
-from tfloop._replicas import placement
+from tfloop._replicas import placement, synchronized
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
@@ -128,8 +128,10 @@ class LossScaler(tf.train.experimental.PythonState):
 
     def move_home(self, variables: Iterable[Variable]) -> None:
         """Puts the state into the strategy of these variables."""
-        self._scale = placement.at_home(self._scale, variables, placement.ALIKE)
-        self._finite_steps = placement.at_home(self._finite_steps, variables, placement.ALIKE)
+        self._scale = placement.placed_with(self._scale, variables, placement.MIRRORED)
+        self._finite_steps = placement.placed_with(
+            self._finite_steps, variables, placement.MIRRORED
+        )
 
     def seed(self, loss: tf.Tensor) -> tf.Tensor:
         """What the backward pass starts with, in place of ones."""
@@ -145,15 +147,15 @@ class LossScaler(tf.train.experimental.PythonState):
         interval = self._growth_interval
         if interval is None:
             return
-        finite = placement.agreed(strategy, finite)
+        finite = synchronized.agreed(strategy, finite)
         steps = tf.where(finite, self._finite_steps + 1, tf.constant(0, tf.int64))
         grown = steps >= interval
         factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
         steps = tf.where(grown, tf.zeros_like(steps), steps)
         # It neither vanishes nor overflows, whatever the gradients do.
         scale = tf.clip_by_value(self._scale * factor, 2.0**-24, 2.0**120)
-        placement.assign(strategy, self._scale, scale)
-        placement.assign(strategy, self._finite_steps, steps)
+        synchronized.assign(strategy, self._scale, scale)
+        synchronized.assign(strategy, self._finite_steps, steps)
 
     def __copy__(self) -> "LossScaler":
         """As `copy.deepcopy`: two optimizers can't share a scale."""

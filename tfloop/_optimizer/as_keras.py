@@ -28,7 +28,7 @@ from tfloop._optimizer.clipping import GradientClipping, deserialize, serialize
 from tfloop._optimizer.keras_optimizer import CLIP_ARGUMENTS
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._optimizer.record import GroupRecord, dump
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tensors.overwritten import path_for
 
 _CALL = "ModuleOptimizer.as_keras(model)"
@@ -242,7 +242,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         if scaler is not None and self._notes.is_scaled:
             # Not where Keras' LossScaleOptimizer is around this one: it scales by itself.
             found, self._notes.is_scaled = found.map(scaler.unscaled), False
-        replicas, reduction = placement.count(), self.optim._assembly.reduction
+        replicas, reduction = contexts.count(), self.optim._assembly.reduction
         if replicas == 1:
             return found
         if not reduction.sends:
@@ -324,7 +324,9 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         for number, group in enumerate(optim._assembly.groups):
             members = [path for path in served if optim._assembly.owner[path] == number]
             update = group.update
-            undecayed = [p for p in members if update is not None and update.decay_of(p) is None]
+            undecayed = [
+                p for p in members if update is not None and update.state.decay_of(p) is None
+            ]
             if members or number == 0:
                 given = None if update is None else update.given
                 ratio = self._notes.ratios.get(number)

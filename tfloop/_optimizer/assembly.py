@@ -18,8 +18,8 @@ from tfloop._optimizer import record
 from tfloop._optimizer.checks import STEP, check_born_on_replicas
 from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.routing import Group, check_groups_of_rates, check_no_complex, owners
-from tfloop._optimizer.update import State
-from tfloop._replicas import placement
+from tfloop._optimizer.slots import OptimizerState
+from tfloop._replicas import placement, seeds
 from tfloop._replicas.reduction import Reduction
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
@@ -79,13 +79,13 @@ class Assembly:
 
     def fingerprint(self) -> object:
         """What a trace bakes in; see `traces`."""
-        return [self.version, *[g.update.rate_changes for g in self.groups if g.update]]
+        return [self.version, *[g.update.rate.changes for g in self.groups if g.update]]
 
     def refresh(self) -> None:
         """Asks the functions given as rates, for the compiled step that comes next."""
         for group in self.groups:
             if group.update is not None:
-                group.update.refresh()
+                group.update.rate.refresh()
 
     def prepare(self, model: Any, call: str) -> AddressBook:
         """Builds for the root, or checks that it is ours and follows what has changed in it.
@@ -150,7 +150,9 @@ class Assembly:
         check_groups_of_rates(STEP, groups, book)
         self._checked_rates = seen
 
-    def records(self, states: list[tuple[Group, State]] | None = None) -> list[record.GroupRecord]:
+    def records(
+        self, states: list[tuple[Group, OptimizerState]] | None = None
+    ) -> list[record.GroupRecord]:
         """The live state, or one that is about to be, as `record` writes and restores it."""
         if states is None:
             states = [(group, group.update.state) for group in self.groups if group.update]
@@ -216,7 +218,7 @@ class Assembly:
 
     def _with_states(
         self, book: AddressBook, groups: list[Group]
-    ) -> tuple[dict[str, int], list[tuple[Group, State]]]:
+    ) -> tuple[dict[str, int], list[tuple[Group, OptimizerState]]]:
         """Who owns which path, and state for all; changes nothing."""
         owner = owners(book, groups, self.strict)
         trainable = book.parameters()
@@ -229,10 +231,12 @@ class Assembly:
                 for path, owned_by in owner.items()
                 if owned_by == index and (path in trainable or path in group.update.variables)
             }
-            states.append((group, group.update.state_for(served)))
+            states.append((group, group.update.state.for_variables(served)))
         return owner, states
 
-    def _restored(self, states: list[tuple[Group, State]]) -> list[tuple[tf.Variable, Any]]:
+    def _restored(
+        self, states: list[tuple[Group, OptimizerState]]
+    ) -> list[tuple[tf.Variable, Any]]:
         """Pairs of a variable of these and the value that waits for it."""
         if self.pending is None:
             return []
@@ -241,12 +245,14 @@ class Assembly:
     def _move_home(self, home: list[Any], groups: list[Group]) -> None:
         """Puts what stands beside the slots where the variables of the model are."""
         for name in ("iterations", "skipped", "routing"):
-            setattr(self, name, placement.at_home(getattr(self, name), home, placement.ALIKE))
+            setattr(
+                self, name, placement.placed_with(getattr(self, name), home, placement.MIRRORED)
+            )
         for group in groups:
             group.move_home(home)
         if self.scaler is not None:
             self.scaler.move_home(home)
-        placement.spread_seeds(home)
+        seeds.make_distinct(home)
 
     def _mark_changed(self) -> None:
         """Makes older traces stale: ours look at the version, others at the variable."""

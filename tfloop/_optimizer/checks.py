@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfloop._checks.messages import listed
 from tfloop._model.paths import Variable
 from tfloop._optimizer.fused import has_value
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tracing import traces
 
 STEP = "ModuleOptimizer.step(lr, model, grads)"
@@ -52,7 +52,7 @@ def assert_born(unborn: Sequence[str]) -> list[tf.Operation]:
 
 def check_born_on_replicas(call: str, parameters: Mapping[str, Variable]) -> None:
     """Refuses parameters that are born in the trace of a replica, where nothing fills them."""
-    if placement.count() == 1:
+    if contexts.count() == 1:
         return
     unborn = traces.eagerly(lambda: [path for path, v in parameters.items() if not has_value(v)])
     if unborn:

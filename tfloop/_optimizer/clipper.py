@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfloop._checks.messages import listed
 from tfloop._model.paths import Variable, tf_variable
 from tfloop._optimizer.clipping import GradientClipping
-from tfloop._replicas import placement
+from tfloop._replicas import placement, synchronized
 from tfloop._tensors import overwritten
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
@@ -49,7 +49,7 @@ class Clipper:
         """Puts the state where the variables of the model are."""
         home = list(home) if self._state else []
         for name, variable in self._state.items():
-            self._state[name] = placement.at_home(variable, home, placement.ALIKE)
+            self._state[name] = placement.placed_with(variable, home, placement.MIRRORED)
 
     def clip(
         self, grads: dict[str, Gradient], variables: Mapping[str, Variable]
@@ -84,7 +84,7 @@ class Clipper:
     def remember(self, strategy: Any, moved: list[tf.Tensor], some: list[tf.Tensor]) -> None:
         """Takes over what `clip` gave, once for all replicas; not where the group took no part."""
         for variable, value in zip(self._state.values(), moved, strict=True):
-            placement.update(strategy, variable, _assign, value, *some)
+            synchronized.update(strategy, variable, _assign, value, *some)
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor, some: Any = None) -> None:

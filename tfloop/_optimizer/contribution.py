@@ -16,7 +16,7 @@ from tfloop._checks.messages import described
 from tfloop._gradients.params import GradientsParams
 from tfloop._model.paths import AddressBook
 from tfloop._optimizer.checks import STEP
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._replicas.reduction import (
     KINDS,
     Contribution,
@@ -57,8 +57,8 @@ def contribution_of(
       ValueError: A weight that has nothing to weigh, or what `checked` and `window` raise.
     """
     weight = _weight_of(source, weight, reduction)
-    statistics, share = {}, placement.share()
-    if placement.count() > 1:
+    statistics, share = {}, contexts.share()
+    if contexts.count() > 1:
         statistics = {path: tf.convert_to_tensor(v) for path, v in moved_state(book).items()}
     rows = None if share is None else tf.cast(share.rows, tf.float32)
     if isinstance(source, GradientsParams):
@@ -106,7 +106,7 @@ def _weight_of(source: Source, weight: Any, reduction: Reduction) -> tf.Tensor |
                 "is left to be weighed. Leave it out: `optim.step(lr, model, grads)`."
             )
         return checked_weight(STEP, weight)
-    share = placement.share()
+    share = contexts.share()
     if share is None or not reduction.sends:
         return None
     if accumulator is None:

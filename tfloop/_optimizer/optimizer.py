@@ -23,7 +23,7 @@ from tfloop._optimizer.keras_optimizer import as_keras_optimizer
 from tfloop._optimizer.rates import rates_of
 from tfloop._optimizer.routing import Group, check_clipping
 from tfloop._optimizer.step import take_step
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._replicas.reduction import KINDS, reduction_of
 from tfloop._tracing import traces
 
@@ -232,7 +232,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             )
         rates = rates_of(lr)
         optim = self._assembly
-        with placement.one_at_a_time(optim.lock), placement.one_at_a_time(turn_at(grads)):
+        with contexts.one_at_a_time(optim.lock), contexts.one_at_a_time(turn_at(grads)):
             take_step(optim, rates, model, grads, weight)
         return model
 
@@ -286,7 +286,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 "`tfloop.named_parameters(model)` lists them all."
             )
         update = optim.groups[optim.owner.get(canonical, 0)].update
-        slots = update.slots(canonical) if update else {}
+        slots = update.state.slots(canonical) if update else {}
         return {name: tf.convert_to_tensor(slot) for name, slot in slots.items()}
 
     def as_keras(self, model: Any) -> Any:

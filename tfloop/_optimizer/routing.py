@@ -18,7 +18,8 @@ from tfloop._optimizer.clipper import Clipper
 from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.keras_optimizer import as_keras_optimizer
 from tfloop._optimizer.record import GroupRecord
-from tfloop._optimizer.update import GroupUpdate, State
+from tfloop._optimizer.slots import OptimizerState
+from tfloop._optimizer.update import GroupUpdate
 from tfloop._tensors.sparse import Gradient
 
 
@@ -77,7 +78,7 @@ class Group:
         if self.update is not None:
             self.update.move({path: new.variables[path] for path in self.update.variables})
 
-    def take_over(self, state: State) -> None:
+    def take_over(self, state: OptimizerState) -> None:
         """Goes on with state that was made for the variables that it serves now."""
         assert self.update is not None  # frozen groups get none
         self.update.state = state
@@ -87,12 +88,12 @@ class Group:
         if self.clipper is not None:
             self.clipper.move_home(home)
 
-    def record(self, state: State) -> GroupRecord:
+    def record(self, state: OptimizerState) -> GroupRecord:
         """Its state as it is written down, with slots and counters of the live one or a new."""
         assert self.update is not None  # frozen groups have none
         slots = {path: state.slots(path) for path in state.variables}
         clipping = {} if self.clipper is None else self.clipper.variables()
-        counters = state.counters() | self.update.rate_variable() | clipping
+        counters = state.counters() | self.update.rate.variables() | clipping
         return GroupRecord(self.update.name, slots, counters)
 
     def clipped(

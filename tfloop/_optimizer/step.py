@@ -17,7 +17,7 @@ from tfloop._optimizer.contribution import Source, checks_of, contribution_of, u
 from tfloop._optimizer.rates import Rated, Rates, assert_sound
 from tfloop._optimizer.routing import Group
 from tfloop._optimizer.update import Work
-from tfloop._replicas import placement
+from tfloop._replicas import contexts, synchronized
 from tfloop._replicas.reduction import Total, total
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
@@ -51,7 +51,7 @@ def take_step(optim: Assembly, rates: Rates, model: Any, source: Source, weight:
     """
     book = optim.prepare(model, STEP)
     optim.is_new_copy = False
-    placement.check_context(STEP, book.variables)
+    contexts.check_context(STEP, book.variables)
     optim.check_groups_of_rates(rates.groups, book)
 
     brought = contribution_of(source, model, book, weight, optim.reduction, optim.served)
@@ -66,7 +66,7 @@ def take_step(optim: Assembly, rates: Rates, model: Any, source: Source, weight:
     with tf.control_dependencies(checks):
         works = _works(bounded, rated, reduced.present)
         use_up(source)
-        placement.once(
+        synchronized.once(
             functools.partial(_apply, optim, [work.run for work in works]),
             [(work.inputs, work.some) for work in works],
             _takes_part(bounded, reduced),
@@ -138,20 +138,20 @@ def _apply(
     def change() -> tf.Tensor:
         for run, (values, some) in zip(runs, inputs, strict=True):
             run(strategy, values, some)
-        placement.update(strategy, optim.iterations, _add, updated)
+        synchronized.update(strategy, optim.iterations, _add, updated)
         return tf.constant(0)
 
     with optim.lock:  # a trace, too, sets a rate on the Keras optimizer for a while
         if sound:
-            runs_now = placement.agreed(strategy, sound[0])
+            runs_now = synchronized.agreed(strategy, sound[0])
             tf.cond(runs_now, change, lambda: tf.constant(0))
-            placement.update(strategy, optim.skipped, _add, tf.logical_not(runs_now))
+            synchronized.update(strategy, optim.skipped, _add, tf.logical_not(runs_now))
             if optim.scaler is not None:
                 optim.scaler.adapt(strategy, runs_now)
         else:
             change()
         for path, mean in statistics.items():
-            placement.assign(strategy, optim.book.variables[path], mean)
+            synchronized.assign(strategy, optim.book.variables[path], mean)
 
 
 def _add(counter: tf.Variable, one: tf.Tensor) -> None:

@@ -36,8 +36,8 @@ def _row(path: str, book: AddressBook, group: Group, trainable: bool) -> list[st
         return [path, shape, str(group.group), kind, "-", "-", "-", "frozen"]
     clipping = group.clipping.label if group.clipping else "-"
     rate = f"{float(tf.convert_to_tensor(update.own_rate())):.6g}"
-    schedule = update.schedule_name()
-    decay = update.decay_of(path)
+    schedule = update.rate.schedule_name()
+    decay = update.state.decay_of(path)
     return [
         path,
         shape,

@@ -1,7 +1,7 @@
 """What the gradients of all replicas are together: a sum, or a mean over samples.
 
 Another one is another `Reduction` here; the rooms above ask it, not its name. Knows weights and
-absences; how tensors are sent is `placement`'s business.
+absences; how tensors are sent is `collectives`' business.
 """
 
 import abc
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfloop._checks.messages import described
 from tfloop._model.paths import AddressBook, is_variable, tf_variable, variable_id
-from tfloop._replicas import placement
+from tfloop._replicas import collectives, contexts, per_replica
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import divided, weighted
 from tfloop._tensors.sparse import Gradient, accumulation_dtype, map_values
@@ -124,7 +124,7 @@ def total(brought: Contribution, reduction: Reduction) -> Total:
 
     What overwrites a variable becomes the maximum over the replicas that count, in any case.
     """
-    if placement.count() == 1:
+    if contexts.count() == 1:
         # Nothing is sent: its own is all there is, however replicas would be put together.
         grads, values = overwritten.parted(brought.grads)
         grads = _own(grads, brought.weight, brought.weighed)
@@ -145,21 +145,21 @@ def _total_of_replicas(brought: Contribution, reduction: Reduction) -> Total:
     weight, present, one = brought.weight, brought.present, tf.constant(1.0)
     grads = reduction.sent(grads, weight, brought.weighed)
     # A sum over rows of zeros is what each replica has; so what all have alike stays, bit for bit.
-    own = {path: placement.in_own_row(_wide(v)) for path, v in brought.statistics.items()}
+    own = {path: collectives.in_own_row(_wide(v)) for path, v in brought.statistics.items()}
     counted = next((w for w in (weight, brought.rows) if w is not None), one)
-    riders = [placement.in_own_row(tf.cast(counted, tf.float32))] if own else []
+    riders = [collectives.in_own_row(tf.cast(counted, tf.float32))] if own else []
     if not reduction.sends:
-        parts, riders = placement.reduce_sum(own, riders) if own else ({}, riders)
+        parts, riders = collectives.reduce_sum(own, riders) if own else ({}, riders)
         means = _means(brought.statistics, parts, riders)
         return Total(grads | values, weight, present, brought.filled, means)
     apart = {
-        path: placement.in_own_row(_only_if(_counts(path, weight, present), value))
+        path: collectives.in_own_row(_only_if(_counts(path, weight, present), value))
         for path, value in values.items()
     }
     riders.append(one if weight is None else tf.cast(weight, tf.float32))
     if present is not None:
         riders.append(tf.cast(tf.stack([*present.values(), brought.filled]), tf.float32))
-    sums, riders = placement.reduce_sum(grads | own | apart, riders)
+    sums, riders = collectives.reduce_sum(grads | own | apart, riders)
     means = _means(brought.statistics, sums, riders)
     weights, filled = riders[1 if own else 0], brought.filled
     grads = reduction.received({path: sums[path] for path in grads}, weights)
@@ -229,7 +229,7 @@ def moved_state(book: AddressBook) -> dict[str, Any]:
     return {
         path: tf_variable(variable)
         for path, variable in book.floating().items()
-        if placement.drifts(variable)
+        if per_replica.is_unsynchronized(variable)
         and variable_id(variable) not in samples
         and tf.TensorShape(variable.shape).is_fully_defined()
     }

@@ -29,7 +29,7 @@ from tfloop._gradients.tape import Tape, total_loss
 from tfloop._model.modes import train, valid
 from tfloop._model.paths import unwrap
 from tfloop._optimizer.optimizer import ModuleOptimizer
-from tfloop._replicas.placement import is_default
+from tfloop._replicas.contexts import is_default
 from tfloop.data import DataLoader
 from tfloop.learner._callbacks import ForCallbacks, Rate
 from tfloop.learner._checks import (
