@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfloop import GradientClipping
-from tfloop._optimizer.clipping import deserialize, serialize
+from tfloop._clipping.clipping import deserialize, serialize
 
 NAN, INF = math.nan, math.inf
 MODES = ("eager", "graph", "jit")

@@ -26,7 +26,7 @@ from optimizer_helpers import (
 
 import tfloop
 from tfloop import GradientsParams, ModuleLearningRate, ModuleOptimizer, ParamGroup
-from tfloop._optimizer.update import GroupUpdate
+from tfloop._update.update import GroupUpdate
 
 EMBEDDINGS, KERNEL, BIAS = "embedding.embeddings", "dense.kernel", "dense.bias"
 

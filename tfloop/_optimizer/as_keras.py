@@ -20,16 +20,16 @@ from tfloop._backend.keras_optimizers import (
     without_missing,
 )
 from tfloop._checks.messages import listed
+from tfloop._clipping.clipping import GradientClipping, deserialize, serialize
 from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup
 from tfloop._model.paths import address_book, is_variable, root_key, unwrap
-from tfloop._optimizer.clipping import GradientClipping, deserialize, serialize
-from tfloop._optimizer.keras_optimizer import CLIP_ARGUMENTS
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._optimizer.record import GroupRecord, dump
 from tfloop._replicas import contexts
 from tfloop._tensors.overwritten import path_for
+from tfloop._update.keras_optimizer import CLIP_ARGUMENTS
 
 _CALL = "ModuleOptimizer.as_keras(model)"
 

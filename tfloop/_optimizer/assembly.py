@@ -11,18 +11,18 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfloop._clipping.clipping import GradientClipping
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup
 from tfloop._model.paths import AddressBook, address_book, root_key
 from tfloop._optimizer import record
 from tfloop._optimizer.checks import STEP, check_born_on_replicas
-from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.routing import Group, check_groups_of_rates, check_no_complex, owners
-from tfloop._optimizer.slots import OptimizerState
 from tfloop._replicas import placement, seeds
 from tfloop._replicas.reduction import Reduction
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
+from tfloop._update.slots import OptimizerState
 
 
 class Assembly:

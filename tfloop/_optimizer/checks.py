@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tfloop._checks.messages import listed
 from tfloop._model.paths import Variable
-from tfloop._optimizer.fused import has_value
 from tfloop._replicas import contexts
 from tfloop._tracing import traces
+from tfloop._update.fused import has_value
 
 STEP = "ModuleOptimizer.step(lr, model, grads)"
 

@@ -11,21 +11,21 @@ import tensorflow as tf
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import described, not_pickled
+from tfloop._clipping.clipping import GradientClipping
 from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup, as_group
 from tfloop._optimizer import record, summary
 from tfloop._optimizer.assembly import Assembly
 from tfloop._optimizer.checks import STEP
-from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.contribution import turn_at
-from tfloop._optimizer.keras_optimizer import as_keras_optimizer
 from tfloop._optimizer.rates import rates_of
 from tfloop._optimizer.routing import Group, check_clipping
 from tfloop._optimizer.step import take_step
 from tfloop._replicas import contexts
 from tfloop._replicas.reduction import KINDS, reduction_of
 from tfloop._tracing import traces
+from tfloop._update.keras_optimizer import as_keras_optimizer
 
 
 class ModuleOptimizer(tf.train.experimental.PythonState):

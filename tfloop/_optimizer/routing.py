@@ -12,15 +12,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfloop._checks.messages import described, listed, table_text
+from tfloop._clipping.clipper import Clipper
+from tfloop._clipping.clipping import GradientClipping
 from tfloop._groups.group import ParamGroup, near_misses
 from tfloop._model.paths import AddressBook, Variable, tf_variable
-from tfloop._optimizer.clipper import Clipper
-from tfloop._optimizer.clipping import GradientClipping
-from tfloop._optimizer.keras_optimizer import as_keras_optimizer
 from tfloop._optimizer.record import GroupRecord
-from tfloop._optimizer.slots import OptimizerState
-from tfloop._optimizer.update import GroupUpdate
 from tfloop._tensors.sparse import Gradient
+from tfloop._update.keras_optimizer import as_keras_optimizer
+from tfloop._update.slots import OptimizerState
+from tfloop._update.update import GroupUpdate
 
 
 class Group:

@@ -16,11 +16,11 @@ from tfloop._optimizer.checks import STEP, assert_born, assert_current
 from tfloop._optimizer.contribution import Source, checks_of, contribution_of, use_up
 from tfloop._optimizer.rates import Rated, Rates, assert_sound
 from tfloop._optimizer.routing import Group
-from tfloop._optimizer.update import Work
 from tfloop._replicas import contexts, synchronized
 from tfloop._replicas.reduction import Total, total
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
+from tfloop._update.update import Work
 
 
 class _Bounded(NamedTuple):

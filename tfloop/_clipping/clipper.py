@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfloop._checks.messages import listed
+from tfloop._clipping.clipping import GradientClipping
 from tfloop._model.paths import Variable, tf_variable
-from tfloop._optimizer.clipping import GradientClipping
 from tfloop._replicas import placement, synchronized
 from tfloop._tensors import overwritten
 from tfloop._tensors.sparse import Gradient

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfloop._checks.arguments import positive
-from tfloop._optimizer.clipping import GradientClipping, factor, fixed_when_traced, scaled
+from tfloop._clipping.clipping import GradientClipping, factor, fixed_when_traced, scaled
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 
