@@ -13,7 +13,7 @@ def _plain(monkeypatch):
     """With TFLOOP_TEST_PLAIN=1 every fast path is off: what holds, holds without them."""
     if os.environ.get("TFLOOP_TEST_PLAIN"):
         from tfloop._compile import launch
-        from tfloop._optimizer import cell_update, fused
+        from tfloop._update import cell_update, fused
 
         monkeypatch.setattr(fused, "_FEW", 10**9)
         monkeypatch.setattr(launch, "_gains", lambda concrete: False)

@@ -18,7 +18,7 @@ from optimizer_helpers import (
 
 import tfloop
 from tfloop import GradientsAccumulator, GradientsParams, ModuleOptimizer
-from tfloop._optimizer import cell_update
+from tfloop._update import cell_update
 
 EMBEDDINGS = "embedding.embeddings"
 

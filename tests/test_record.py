@@ -35,7 +35,7 @@ def train(optim, model, start=0, steps=3):
 def everything(optim, model):
     state = {path: optim.state(path) for path in tfloop.named_parameters(model)}
     flat = {f"{path}/{name}": slot for path, slots in state.items() for name, slot in slots.items()}
-    counts = [group.update.state.counters() for group in optim._groups if group.update]
+    counts = [group.update.state.counters() for group in optim._assembly.groups if group.update]
     flat |= {f"{n}/{name}": c for n, named in enumerate(counts) for name, c in named.items()}
     return values_of(model) | flat | {"iterations": optim.iterations.numpy()}
 

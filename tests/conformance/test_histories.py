@@ -267,7 +267,7 @@ class History(RuleBasedStateMachine):
     @rule()
     def look(self):
         self.optim.summary(self.net)
-        repr(self.optim), repr(self.window), self.optim.fingerprint()
+        repr(self.optim), repr(self.window), self.optim._assembly.fingerprint()
         self.optim.as_keras(self.net).get_config()
 
     def checkpoint(self):

@@ -20,11 +20,13 @@ from tfloop._checks.messages import described, not_pickled
 from tfloop._gradients.params import GradientsParams
 from tfloop._model.paths import AddressBook, address_book, root_key, tf_variable
 from tfloop._replicas import contexts, placement, seeds
+from tfloop._replicas.reduction import WINDOW_KINDS, reduction_of
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import checked_weight, divided, weighted
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
 
+_NEW = "GradientsAccumulator(reduction=...)"
 _ACCUMULATE = "accumulator.accumulate(model, grads)"
 _MSG_EMPTY = (
     "`{call}` found an empty window: got 0 micro-batches, expected at least 1. Nothing was "
@@ -94,13 +96,12 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     """
 
     def __init__(self, *, reduction: str = "sum") -> None:
-        if reduction not in ("sum", "mean"):
-            raise ValueError(
-                f"`GradientsAccumulator(reduction=...)` got {described(reduction)}, expected 'sum' "
-                "or 'mean'. The mean over samples makes one large batch: "
-                "`tfloop.GradientsAccumulator(reduction='mean')`."
-            )
+        fix = (
+            "The mean over samples makes one large batch: "
+            "`tfloop.GradientsAccumulator(reduction='mean')`."
+        )
         self.reduction = reduction
+        self._weighs = reduction_of(_NEW, reduction, WINDOW_KINDS, fix).weighs
         self._model: Any = None
         self._book: AddressBook | None = None
         self._restored: dict[str, Any] = {}  # a window that waits for `build`
@@ -193,10 +194,11 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "added by path. Key them: "
                 "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
-        if weight is not None and self.reduction == "sum":
+        if weight is not None and not self._weighs:
             raise ValueError(
-                f"`{_ACCUMULATE}` got weight={described(weight)} with reduction='sum', expected "
-                "none: a sum has no weights. For the mean over samples make it with "
+                f"`{_ACCUMULATE}` got weight={described(weight)} with "
+                f"reduction={self.reduction!r}, expected none: a sum has no weights. For "
+                "the mean over samples make it with "
                 "`tfloop.GradientsAccumulator(reduction='mean')`."
             )
         with contexts.one_at_a_time(self._lock):
@@ -411,10 +413,10 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         share = contexts.share()
         if share is None or weight is not None:
             weight = checked_weight(_ACCUMULATE, 1 if weight is None else weight)
-            return weight, weight if self.reduction == "mean" else None
+            return weight, weight if self._weighs else None
         # The parts of a batch count as much together as the batch would on one device.
         part = tf.cast(share.rows, tf.float64) / tf.cast(tf.maximum(share.of, 1), tf.float64)
-        if self.reduction == "mean":
+        if self._weighs:
             return part, part
         return tf.constant(1.0, tf.float64), part * share.replicas
 
@@ -429,7 +431,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             )
         if self._book is None or (known and held.count.numpy() == 0):
             raise RuntimeError(_MSG_EMPTY.format(call=call))
-        weight = tf.identity(held.weight) if self.reduction == "mean" else None
+        weight = tf.identity(held.weight) if self._weighs else None
         there = held.present > 0
         flags = there.numpy() if known else tf.unstack(there, len(held.sums))
         present = dict(zip(held.sums, flags, strict=True))

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfloop._checks.messages import listed
 from tfloop._replicas import per_replica, placement
+from tfloop._replicas.reduction import KINDS
 from tfloop._tensors import overwritten
 
 _RESTORE = "restoring a GradientsAccumulator"
@@ -120,7 +121,7 @@ class Buffers:
 
     def _averaged(self) -> int:
         """How many replicas' plain sums a step will take the mean of."""
-        return 1 if self.reduction == "mean" else self._replicas()
+        return 1 if KINDS[self.reduction].weighs else self._replicas()
 
     def _replicas(self) -> int:
         strategy = placement.strategy_of(self.sums.values())

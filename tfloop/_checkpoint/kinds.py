@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._checks.messages import described, listed
 from tfloop._model import derived
+from tfloop._model.containers import is_container
 from tfloop._model.paths import (
     AddressBook,
     address_book,
@@ -100,9 +101,9 @@ class Optimizer(_Kind):
     def __init__(self, optim: ModuleOptimizer, root: Any) -> None:
         waiting: Mapping[int, Any] = {}
         if root is None:
-            self._groups = optim.records()
+            self._groups = optim._assembly.records()
         else:
-            self._groups, waiting = optim.first_records(root)
+            self._groups, waiting = optim._assembly.first_records(root)
         self.values = {
             f"{number}/{key}": waiting.get(id(variable), variable)
             for number, group in enumerate(self._groups)
@@ -185,7 +186,7 @@ def part_of(thing: Any, call: str, root: Any = None) -> Part:
 
 def is_root(thing: Any) -> bool:
     """Can it have the paths that optimizers and accumulators go by?"""
-    return is_model(thing) or isinstance(thing, (Mapping, list, tuple))
+    return is_model(thing) or is_container(thing)
 
 
 def check_kind(thing: Any, call: str) -> None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfloop._backend import keras_losses
 from tfloop._checks.messages import described, listed
 from tfloop._gradients.params import GradientsParams
+from tfloop._model.containers import parts_of
 from tfloop._replicas import contexts, placement
 from tfloop._tracing import traces
 
@@ -203,10 +204,8 @@ def _joined(strategy: tf.distribute.Strategy, outputs: Any, rows: Any) -> Any:
 def _containers(outputs: Any) -> Iterator[Any]:
     """The outputs and every container in them."""
     yield outputs
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs
-    if isinstance(outputs, (Mapping, list, tuple)):
-        for part in parts:
-            yield from _containers(part)
+    for part in parts_of(outputs) or ():
+        yield from _containers(part)
 
 
 def _fill(found: list[Any], where: Mapping[int, Any], tensors: list[tf.Tensor]) -> None:

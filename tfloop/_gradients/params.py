@@ -6,12 +6,12 @@ nothing else, so that it crosses the boundaries of `tf.function`, `tf.cond`, `tf
 `optimizer`'s.
 """
 
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from tfloop._checks.arguments import wrong_scalar
 from tfloop._checks.messages import described, did_you_mean, listed
 from tfloop._gradients import checks, gradients
 from tfloop._gradients.gradients import Gradients as Gradients
@@ -185,16 +185,16 @@ class GradientsParams(Mapping[str, Gradient]):
         """
         call = "grads.scale(factor)"
         grads = self._fresh(call)
-        is_tensor = hasattr(factor, "shape") and hasattr(factor, "dtype")
-        if isinstance(factor, bool) or not (is_tensor or isinstance(factor, numbers.Real)):
+        wrong = wrong_scalar(factor)
+        if wrong is not None and not wrong.has_axes:
             raise TypeError(
-                f"`{call}` needs a number: got {described(factor)}, expected a float or a scalar "
+                f"`{call}` needs a number: got {wrong.got}, expected a float or a scalar "
                 "tensor. A factor for each path is arithmetic over the mapping: "
                 "`tfloop.GradientsParams({path: w[path] * grad for path, grad in grads.items()})`."
             )
-        if is_tensor and tf.TensorShape(factor.shape).rank not in (0, None):
+        if wrong is not None:
             raise ValueError(
-                f"`{call}` needs a scalar: got the shape {tuple(factor.shape)}, expected (). "
+                f"`{call}` needs a scalar: got the {wrong.got}, expected (). "
                 "Elementwise factors differ from path to path. Reduce it: "
                 "`grads.scale(tf.reduce_mean(factor))`."
             )
@@ -253,7 +253,8 @@ class GradientsParams(Mapping[str, Gradient]):
             weight = checked_weight(call, weight)
         elif share is not None:
             weight = tf.cast(share.rows, tf.float64)
-        total = reduction.total(grads, weight, reduction="mean")
+        brought = reduction.Contribution(grads, weight)
+        total = reduction.total(brought, reduction.KINDS["mean"])
         with tf.control_dependencies(reduction.check_counts(call, total.weight)):
             return type(self)(
                 tf.nest.map_structure(tf.identity, total.grads, expand_composites=True)

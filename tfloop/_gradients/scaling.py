@@ -6,20 +6,21 @@ reduced gradients were finite. One scale serves all groups and all replicas.
 
 import copy
 import json
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from tfloop._checks.arguments import whole_number
+from tfloop._checks.arguments import positive, whole_number
 from tfloop._checks.copying import with_attributes_of
-from tfloop._checks.messages import described, not_pickled
+from tfloop._checks.messages import not_pickled
 from tfloop._model.paths import Variable
 from tfloop._replicas import placement, synchronized
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
+
+_FIX = "It multiplies the loss. Write `tfloop.LossScaler(2.0**15)`."
 
 
 class LossScaler(tf.train.experimental.PythonState):
@@ -53,7 +54,7 @@ class LossScaler(tf.train.experimental.PythonState):
     """
 
     def __init__(self, initial: float = 2.0**15, growth_interval: int = 2000) -> None:
-        self._start(_positive("LossScaler(initial)", initial))
+        self._start(positive("LossScaler(initial)", "scale", initial, _FIX))
         self._growth_interval: int | None = whole_number(
             "LossScaler(...)", "growth_interval", growth_interval, least=1, fix="2000"
         )
@@ -66,7 +67,7 @@ class LossScaler(tf.train.experimental.PythonState):
           scale: Positive.
         """
         scaler = cls.__new__(cls)
-        scaler._start(_positive("LossScaler.fixed(scale)", scale))
+        scaler._start(positive("LossScaler.fixed(scale)", "scale", scale, _FIX))
         scaler._growth_interval = None
         return scaler
 
@@ -177,17 +178,3 @@ class LossScaler(tf.train.experimental.PythonState):
         if self._growth_interval is None:
             return f"LossScaler.fixed({now})"
         return f"LossScaler({now}, growth_interval={self._growth_interval})"
-
-
-def _positive(call: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"`{call}` needs a number: got {described(value)}, expected a positive float. "
-            "Write `tfloop.LossScaler(2.0**15)`."
-        )
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(
-            f"`{call}` needs a positive number: got {value!r}, expected for example 2.0**15. "
-            "A scale multiplies the loss. Write `tfloop.LossScaler(2.0**15)`."
-        )
-    return float(value)

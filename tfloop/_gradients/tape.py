@@ -15,12 +15,12 @@ from tfloop._backend.keras_layers import own_losses
 from tfloop._checks.messages import described
 from tfloop._gradients.gradients import Gradients, unwatched
 from tfloop._gradients.scaling import LossScaler
+from tfloop._model.containers import parts_of
 from tfloop._model.paths import (
     AddressBook,
     address_book,
     is_model,
     is_variable,
-    parts_of,
     tf_variable,
     unchecked_book,
     unwrap,

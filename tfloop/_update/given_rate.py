@@ -4,11 +4,11 @@ from typing import Any
 
 import tensorflow as tf
 from keras.optimizers import Optimizer
-from keras.optimizers.schedules import LearningRateSchedule
 
 from tfloop._backend.keras_optimizers import rate_of
 from tfloop._model.paths import is_variable, tf_variable
 from tfloop._tracing import traces
+from tfloop.schedulers._kinds import is_schedule
 
 
 class GivenRate:
@@ -41,7 +41,7 @@ class GivenRate:
           iterations: The count of updates at which a schedule is asked.
         """
         rate = rate_of(self._given)
-        if isinstance(rate, LearningRateSchedule):
+        if is_schedule(rate):
             return rate(iterations)
         if not _is_function(rate):
             return tf_variable(rate)
@@ -56,7 +56,7 @@ class GivenRate:
     def schedule_name(self) -> str | None:
         """The class of the schedule that gives it, if one does."""
         rate = rate_of(self._given)
-        return type(rate).__name__ if isinstance(rate, LearningRateSchedule) else None
+        return type(rate).__name__ if is_schedule(rate) else None
 
     def variables(self) -> dict[str, tf.Variable]:
         """The rate where it is a variable, and so state."""
@@ -81,4 +81,4 @@ class GivenRate:
 
 
 def _is_function(rate: Any) -> bool:
-    return callable(rate) and not isinstance(rate, LearningRateSchedule)
+    return callable(rate) and not is_schedule(rate)

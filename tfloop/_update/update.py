@@ -15,20 +15,20 @@ from keras.optimizers import Optimizer
 from tfloop._backend import keras_optimizers
 from tfloop._backend.keras_optimizers import rate_of
 from tfloop._model.paths import Variable
-from tfloop._optimizer import rules
-from tfloop._optimizer.cell_update import CellUpdate
-from tfloop._optimizer.given_rate import GivenRate
-from tfloop._optimizer.keras_optimizer import (
+from tfloop._replicas import contexts, synchronized
+from tfloop._tensors import sparse
+from tfloop._tensors.sparse import Gradient
+from tfloop._update import rules
+from tfloop._update.cell_update import CellUpdate
+from tfloop._update.given_rate import GivenRate
+from tfloop._update.keras_optimizer import (
     check_arguments,
     check_copy,
     clipping_of,
     copy_of,
     twin_of,
 )
-from tfloop._optimizer.slots import OptimizerState
-from tfloop._replicas import contexts, synchronized
-from tfloop._tensors import sparse
-from tfloop._tensors.sparse import Gradient
+from tfloop._update.slots import OptimizerState
 
 
 class GroupUpdate:

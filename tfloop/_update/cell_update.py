@@ -8,13 +8,13 @@ import tensorflow as tf
 
 from tfloop._backend import keras_optimizers
 from tfloop._model.paths import tf_variable
-from tfloop._optimizer import rules
-from tfloop._optimizer.fused import Cell, Fused
-from tfloop._optimizer.slots import OptimizerState
 from tfloop._replicas import placement, synchronized
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
+from tfloop._update import rules
+from tfloop._update.fused import Cell, Fused
+from tfloop._update.slots import OptimizerState
 
 _LARGE = 3 * 2**20
 """Elements from which on it pays to let XLA make one pass of a rule's dozen: it compiles for some

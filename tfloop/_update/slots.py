@@ -13,12 +13,12 @@ from tfloop._backend.keras_optimizers import rate_of
 from tfloop._backend.keras_variables import around, replace_tf_variable
 from tfloop._checks.messages import listed
 from tfloop._model.paths import Variable, tf_variable, variable_id
-from tfloop._optimizer import rules
-from tfloop._optimizer.fused import Cell, cells_of, first_value, has_value
-from tfloop._optimizer.keras_optimizer import copy_of
 from tfloop._replicas import placement
 from tfloop._tensors import overwritten
 from tfloop._tracing import traces
+from tfloop._update import rules
+from tfloop._update.fused import Cell, cells_of, first_value, has_value
+from tfloop._update.keras_optimizer import copy_of
 
 _BUILD = "ModuleOptimizer.build(model)"
 
