@@ -45,11 +45,11 @@ class Clipper:
             twin._state[name].assign(tf.convert_to_tensor(variable))
         return twin
 
-    def move_home(self, home: Iterable[Variable]) -> None:
+    def place_with(self, variables: Iterable[Variable]) -> None:
         """Puts the state where the variables of the model are."""
-        home = list(home) if self._state else []
+        variables = list(variables) if self._state else []
         for name, variable in self._state.items():
-            self._state[name] = placement.placed_with(variable, home, placement.MIRRORED)
+            self._state[name] = placement.placed_with(variable, variables, placement.MIRRORED)
 
     def clip(
         self, grads: dict[str, Gradient], variables: Mapping[str, Variable]

@@ -165,7 +165,7 @@ class ByGlobalNorm(Bound):
     def clip(
         self, grads: list[Gradient], parameters: Any = (), state: Any = None
     ) -> list[Gradient]:
-        """All gradients alike."""
+        """The same for all gradients."""
         if not grads:
             return []
         squares = [sparse.squared_norm(grad) for grad in grads]

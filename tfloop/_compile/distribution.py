@@ -225,9 +225,9 @@ def _means(strategy: Any, values: list[list[tf.Tensor]], counts: Any) -> list[tf
     *totals, weight, number = _over_workers(strategy, totals)
     return [
         tf.cast(
-            tf.where(weight > 0, tf.math.divide_no_nan(share, weight), alike / number), row[0].dtype
+            tf.where(weight > 0, tf.math.divide_no_nan(share, weight), plain / number), row[0].dtype
         )
-        for share, alike, row in zip(totals[: len(wide)], totals[len(wide) :], values, strict=True)
+        for share, plain, row in zip(totals[: len(wide)], totals[len(wide) :], values, strict=True)
     ]
 
 

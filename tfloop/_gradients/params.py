@@ -253,8 +253,8 @@ class GradientsParams(Mapping[str, Gradient]):
             weight = checked_weight(call, weight)
         elif share is not None:
             weight = tf.cast(share.rows, tf.float64)
-        brought = reduction.Contribution(grads, weight)
-        total = reduction.total(brought, reduction.KINDS["mean"])
+        contribution = reduction.Contribution(grads, weight)
+        total = reduction.total(contribution, reduction.KINDS["mean"])
         with tf.control_dependencies(reduction.check_counts(call, total.weight)):
             return type(self)(
                 tf.nest.map_structure(tf.identity, total.grads, expand_composites=True)

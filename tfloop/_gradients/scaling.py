@@ -126,7 +126,7 @@ class LossScaler(tf.train.experimental.PythonState):
                 "the optimizer, and take it from there: `tfloop.Tape(scaler=optim.scaler)`."
             )
 
-    def move_home(self, variables: Iterable[Variable]) -> None:
+    def place_with(self, variables: Iterable[Variable]) -> None:
         """Puts the state into the strategy of these variables."""
         self._scale = placement.placed_with(self._scale, variables, placement.MIRRORED)
         self._finite_steps = placement.placed_with(

@@ -126,7 +126,7 @@ class Assembly:
         fallback = self.groups[0]
         fallback.set_clipping(clipping)
         if self.book is not None:
-            fallback.move_home(self.book.variables.values())
+            fallback.place_with(self.book.variables.values())
         self._mark_changed()
 
     def served(self, paths: Iterable[str]) -> list[str]:
@@ -212,7 +212,7 @@ class Assembly:
             variable.assign(value)
         if not any(state.waiting for _, state in states):
             self.pending = None  # else it is needed once more
-        self._move_home(list(book.variables.values()), groups)
+        self._place_with(list(book.variables.values()), groups)
         self.model, self.book, self.owner, self.groups = model, book, owner, groups
         self._mark_changed()
 
@@ -242,17 +242,19 @@ class Assembly:
             return []
         return record.assignments(record.parse(self.pending), self.records(states))
 
-    def _move_home(self, home: list[Any], groups: list[Group]) -> None:
+    def _place_with(self, variables: list[Any], groups: list[Group]) -> None:
         """Puts what stands beside the slots where the variables of the model are."""
         for name in ("iterations", "skipped", "routing"):
             setattr(
-                self, name, placement.placed_with(getattr(self, name), home, placement.MIRRORED)
+                self,
+                name,
+                placement.placed_with(getattr(self, name), variables, placement.MIRRORED),
             )
         for group in groups:
-            group.move_home(home)
+            group.place_with(variables)
         if self.scaler is not None:
-            self.scaler.move_home(home)
-        seeds.make_distinct(home)
+            self.scaler.place_with(variables)
+        seeds.make_distinct(variables)
 
     def _mark_changed(self) -> None:
         """Makes older traces stale: ours look at the version, others at the variable."""

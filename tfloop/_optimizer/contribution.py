@@ -79,10 +79,10 @@ def contribution_of(
     )
 
 
-def checks_of(source: Source, brought: Contribution, total: Total) -> list[tf.Operation]:
+def checks_of(source: Source, contribution: Contribution, total: Total) -> list[tf.Operation]:
     """Refuses what is empty or counts nothing, in a trace when it runs."""
     if isinstance(source, GradientsAccumulator):
-        return source.checks(STEP, total.weight if brought.weighed else None, total.filled)
+        return source.checks(STEP, total.weight if contribution.weighed else None, total.filled)
     return check_counts(STEP, total.weight)
 
 
@@ -95,7 +95,7 @@ def use_up(source: Source) -> None:
 
 
 def _weight_of(source: Source, weight: Any, reduction: Reduction) -> tf.Tensor | None:
-    """How much this replica counts, or `None` where all count alike."""
+    """How much this replica counts, or `None` where all count the same."""
     accumulator = source if isinstance(source, GradientsAccumulator) else None
     if weight is not None:
         own = accumulator is not None and KINDS[accumulator.reduction].weighs

@@ -199,7 +199,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           grads: Gradients by path, consumed; or a `GradientsAccumulator`, whose window is used with
             its weights and emptied. Those of frozen parameters are dropped.
           weight: How much this replica's gradient counts in the mean over replicas: the samples or
-            tokens behind it. By default all count alike, or in `tfloop.compile(strategy=...)` by
+            tokens behind it. By default all count the same, or in `tfloop.compile(strategy=...)` by
             the rows of the batch that they got. At 0 a replica adds nothing, not even NaN. On one
             device it changes nothing.
 
@@ -214,7 +214,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           `tf.cond` there. One all-reduce for the dense gradients of each dtype, packed, and one
           for sparse ones. The state that layers move, such as the statistics of
           BatchNormalization, becomes its mean over the rows along with it: floating variables
-          made with `trainable=False` and no aggregation of their own. What is alike on all stays
+          made with `trainable=False` and no aggregation of their own. What is the same on all stays
           bit for bit; the states of a stateful RNN stay each replica's own.
 
         Raises:

@@ -83,10 +83,10 @@ class Group:
         assert self.update is not None  # frozen groups get none
         self.update.state = state
 
-    def move_home(self, home: Iterable[Variable]) -> None:
+    def place_with(self, variables: Iterable[Variable]) -> None:
         """Puts what stands beside the slots where the variables of the model are."""
         if self.clipper is not None:
-            self.clipper.move_home(home)
+            self.clipper.place_with(variables)
 
     def record(self, state: OptimizerState) -> GroupRecord:
         """Its state as it is written down, with slots and counters of the live one or a new."""

@@ -54,14 +54,14 @@ def take_step(optim: Assembly, rates: Rates, model: Any, source: Source, weight:
     contexts.check_context(STEP, book.variables)
     optim.check_groups_of_rates(rates.groups, book)
 
-    brought = contribution_of(source, model, book, weight, optim.reduction, optim.served)
-    reduced = total(brought, optim.reduction)
+    contribution = contribution_of(source, model, book, weight, optim.reduction, optim.served)
+    reduced = total(contribution, optim.reduction)
     finite = [sparse.all_finite(grad) for grad in reduced.grads.values()] if optim.skips else []
     bounded = [_bounded(optim, *share) for share in optim.shares(reduced.grads)]
     rated = [rates.split(share.grads, share.group, book) for share in bounded]
 
     sound = [_all(finite, bounded)] if optim.skips else []
-    checks = _checks(optim, bounded, rated) + checks_of(source, brought, reduced)
+    checks = _checks(optim, bounded, rated) + checks_of(source, contribution, reduced)
     # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
     with tf.control_dependencies(checks):
         works = _works(bounded, rated, reduced.present)

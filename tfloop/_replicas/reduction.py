@@ -83,7 +83,7 @@ class Contribution(NamedTuple):
 
     Attributes:
       grads: Path -> gradient, the same paths on all replicas.
-      weight: How much this replica counts; `None`: all count alike.
+      weight: How much this replica counts; `None`: all count the same.
       weighed: Are the gradients sums over the weight, w_i g_i in place of g_i?
       present: Path -> has this replica one, a scalar bool; `None` if all are there. What is absent
         is zero in `grads`.
@@ -119,18 +119,20 @@ class Total(NamedTuple):
     statistics: dict[str, tf.Tensor]
 
 
-def total(brought: Contribution, reduction: Reduction) -> Total:
+def total(contribution: Contribution, reduction: Reduction) -> Total:
     """Reduces gradients over the replicas, in one call for each kind of them.
 
     What overwrites a variable becomes the maximum over the replicas that count, in any case.
     """
     if contexts.count() == 1:
         # Nothing is sent: its own is all there is, however replicas would be put together.
-        grads, values = overwritten.split(brought.grads)
-        grads = _own(grads, brought.weight, brought.weighed)
-        found = Total(grads | values, brought.weight, brought.present, brought.filled, {})
+        grads, values = overwritten.split(contribution.grads)
+        grads = _own(grads, contribution.weight, contribution.weighed)
+        found = Total(
+            grads | values, contribution.weight, contribution.present, contribution.filled, {}
+        )
     else:
-        found = _total_of_replicas(brought, reduction)
+        found = _total_of_replicas(contribution, reduction)
     if found.present is None or found.weight is None:
         return found
     # XLA drops the checks: there, a window that weighs nothing leaves all as it is.
@@ -139,33 +141,33 @@ def total(brought: Contribution, reduction: Reduction) -> Total:
     return found._replace(present=present)
 
 
-def _total_of_replicas(brought: Contribution, reduction: Reduction) -> Total:
+def _total_of_replicas(contribution: Contribution, reduction: Reduction) -> Total:
     """`total` where there are several."""
-    grads, values = overwritten.split(brought.grads)
-    weight, present, one = brought.weight, brought.present, tf.constant(1.0)
-    grads = reduction.sent(grads, weight, brought.weighed)
-    # A sum over rows of zeros is what each replica has; so what all have alike stays, bit for bit.
-    own = {path: collectives.in_own_row(_wide(v)) for path, v in brought.statistics.items()}
-    counted = next((w for w in (weight, brought.rows) if w is not None), one)
-    riders = [collectives.in_own_row(tf.cast(counted, tf.float32))] if own else []
+    grads, values = overwritten.split(contribution.grads)
+    weight, present, one = contribution.weight, contribution.present, tf.constant(1.0)
+    grads = reduction.sent(grads, weight, contribution.weighed)
+    # A sum over rows of zeros is what each replica has; what is the same on all stays bit for bit.
+    own = {path: collectives.in_own_row(_wide(v)) for path, v in contribution.statistics.items()}
+    counted = next((w for w in (weight, contribution.rows) if w is not None), one)
+    extra = [collectives.in_own_row(tf.cast(counted, tf.float32))] if own else []
     if not reduction.sends:
-        parts, riders = collectives.reduce_sum(own, riders) if own else ({}, riders)
-        means = _means(brought.statistics, parts, riders)
-        return Total(grads | values, weight, present, brought.filled, means)
-    apart = {
+        parts, extra = collectives.reduce_sum(own, extra) if own else ({}, extra)
+        means = _means(contribution.statistics, parts, extra)
+        return Total(grads | values, weight, present, contribution.filled, means)
+    proposed = {
         path: collectives.in_own_row(_only_if(_counts(path, weight, present), value))
         for path, value in values.items()
     }
-    riders.append(one if weight is None else tf.cast(weight, tf.float32))
+    extra.append(one if weight is None else tf.cast(weight, tf.float32))
     if present is not None:
-        riders.append(tf.cast(tf.stack([*present.values(), brought.filled]), tf.float32))
-    sums, riders = collectives.reduce_sum(grads | own | apart, riders)
-    means = _means(brought.statistics, sums, riders)
-    weights, filled = riders[1 if own else 0], brought.filled
+        extra.append(tf.cast(tf.stack([*present.values(), contribution.filled]), tf.float32))
+    sums, extra = collectives.reduce_sum(grads | own | proposed, extra)
+    means = _means(contribution.statistics, sums, extra)
+    weights, filled = extra[1 if own else 0], contribution.filled
     grads = reduction.received({path: sums[path] for path in grads}, weights)
     values = {path: tf.reduce_max(sums[path], 0) for path in values}
     if present is not None:
-        *flags, filled = tf.unstack(riders[-1] > 0, len(present) + 1)
+        *flags, filled = tf.unstack(extra[-1] > 0, len(present) + 1)
         present = dict(zip(present, flags, strict=True))
         # What is absent is zero here, too.
         values = {path: tf.where(present[path], value, 0) for path, value in values.items()}
@@ -236,7 +238,7 @@ def moved_state(book: AddressBook) -> dict[str, Any]:
 
 
 def mean_of_parts(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """What replicas have of a statistic, as one: what all have alike, else their weighted mean.
+    """What replicas have of a statistic, as one: what is the same on all, else their weighted mean.
 
     One that isn't finite, as after a batch without a sample, doesn't count where another is.
 
@@ -249,20 +251,18 @@ def mean_of_parts(parts: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     shares = tf.reshape(weights, [-1] + [1] * (parts.shape.rank - 1))
     weight = tf.reduce_sum(weights)
     mean = tf.math.divide_no_nan(tf.reduce_sum(tf.math.multiply_no_nan(parts, shares), 0), weight)
-    alike = tf.reduce_all(tf.equal(parts, parts[:1]))
-    return tf.where(tf.logical_or(alike, weight <= 0), parts[0], mean)
+    equal = tf.reduce_all(tf.equal(parts, parts[:1]))
+    return tf.where(tf.logical_or(equal, weight <= 0), parts[0], mean)
 
 
 def _means(
     statistics: Mapping[str, tf.Tensor],
     parts: Mapping[str, Gradient],
-    riders: list[tf.Tensor],
+    extra: list[tf.Tensor],
 ) -> dict[str, tf.Tensor]:
-    """Path -> mean, from the parts of all replicas and, as the first rider, their weights."""
+    """Path -> mean, from the parts of all replicas and their weights, the first of `extra`."""
     return {
-        path: tf.cast(
-            mean_of_parts(parts[path], tf.cast(riders[0], parts[path].dtype)), value.dtype
-        )
+        path: tf.cast(mean_of_parts(parts[path], tf.cast(extra[0], parts[path].dtype)), value.dtype)
         for path, value in statistics.items()
     }
 
