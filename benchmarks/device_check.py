@@ -5,7 +5,7 @@
 
 Everything is computed on the device and on the CPU and compared; then loops are timed on the
 device, all in turn, with equal losses. It prints one Markdown table, and the exit code is 1 if a
-row isn't ok. Without an accelerator, the CPU is parted in two and the second part plays the device:
+row isn't ok. Without an accelerator, the CPU is split in two and the second part plays the device:
 that shows that this program works, and nothing about accelerators.
 """
 

@@ -17,11 +17,11 @@ def _plain(monkeypatch):
     """With TFLOOP_TEST_PLAIN=1 every fast path is off: what holds, holds without them."""
     if os.environ.get("TFLOOP_TEST_PLAIN"):
         from tfloop._compile import launch
-        from tfloop._optimizer import fused, update
+        from tfloop._update import cell_update, fused
 
         monkeypatch.setattr(fused, "_FEW", 10**9)
         monkeypatch.setattr(launch, "_gains", lambda concrete: False)
-        monkeypatch.setattr(update, "_LARGE", 2**62)
+        monkeypatch.setattr(cell_update, "_LARGE", 2**62)
 
 
 # The files that take longest. What is one worker's and left for the end would have the others wait.

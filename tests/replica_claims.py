@@ -35,6 +35,7 @@ CLIPPINGS = {
     "by_value": GradientClipping.by_value(0.01),
     "by_norm": GradientClipping.by_norm(0.1),
     "by_global_norm": GradientClipping.by_global_norm(0.5),
+    "adaptive": tfloop.AdaptiveGradientClipping(0.02),
 }
 
 
@@ -47,7 +48,7 @@ def components(variable):
 def assert_alike(optim, model):
     """Parameters, slots and counters are the same on every replica, bit for bit."""
     variables = dict(tfloop.named_parameters(model))
-    for group in optim.records():
+    for group in optim._assembly.records():
         named = group.variables()
         named.pop("/learning_rate", None)  # the user's own variable, made outside
         variables |= {f"{group.optimizer}/{key}": v for key, v in named.items()}
@@ -126,6 +127,27 @@ def assert_equal_runs(run, other):
 def claim_replicas_equal_one_device_with_every_clipping(strategy, folder):
     for clipping in CLIPPINGS.values():
         assert_equal_runs(trained(strategy, clipping), trained(ONE, clipping))
+
+
+class ByLastNorm(GradientClipping):
+    """Bounds the global norm by that of the update before."""
+
+    def initial_state(self):
+        return {"norm": 1.0}
+
+    def clip(self, grads, parameters=(), state=None):
+        norm, bound = tf.linalg.global_norm(grads), state["norm"]
+        state["norm"] = norm
+        return [tf.convert_to_tensor(grad) * tf.minimum(1.0, bound / norm) for grad in grads]
+
+
+def claim_a_clipping_that_remembers_is_alike_on_all_replicas(strategy, folder):
+    assert_equal_runs(trained(strategy, ByLastNorm()), trained(ONE, ByLastNorm()))
+    with strategy.scope():
+        model = mixed_model()
+    optim = ModuleOptimizer("sgd", clipping=ByLastNorm()).build(model)
+    (*_, norm) = optim._assembly.records()[0].variables().values()
+    assert components(norm) == [1.0] * strategy.num_replicas_in_sync
 
 
 def claim_accumulation_on_replicas_equals_one_device(strategy, folder):
@@ -355,7 +377,7 @@ def claim_what_is_not_finite_on_one_replica_skips_all(strategy, folder):
 
             def state(optim=optim, root=root):
                 found = dict(tfloop.named_parameters(root))
-                for group in optim.records()[:-1]:
+                for group in optim._assembly.records()[:-1]:
                     found |= {f"{group.optimizer}/{k}": v for k, v in group.variables().items()}
                 return {key: v.numpy() for key, v in found.items()}
 
@@ -496,7 +518,7 @@ def range_of(n):
 
 
 def assert_alike_scalars(optim, model):
-    for group in optim.records():
+    for group in optim._assembly.records():
         for key, variable in group.variables().items():
             if key != "/learning_rate":  # the user's own, outside
                 assert len(set(map(float, components(variable)))) == 1, key
@@ -1085,7 +1107,7 @@ def claim_a_checkpoint_in_mid_window_keeps_what_each_replica_has(strategy, folde
                 self.micro(tf.constant(NUMBERS[begin : begin + 2 * n + 1]))
                 self.update()
             held = [*self.net.variables, self.mean.total, self.mean.count, self.seen]
-            held += [v for g in self.optim.records() for v in g.variables().values()]
+            held += [v for g in self.optim._assembly.records() for v in g.variables().values()]
             return [v.numpy() for v in held], [
                 components(v) for v in tfloop.named_variables(self.net).values()
             ]

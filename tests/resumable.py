@@ -80,7 +80,7 @@ def everything(objects):
     values = {}
     for name in ("model", "rates"):
         values |= {f"{name}.{p}": v for p, v in tfloop.named_variables(objects[name]).items()}
-    for number, group in enumerate(objects["optim"].records()):
+    for number, group in enumerate(objects["optim"]._assembly.records()):
         values |= {f"optim.{number}.{p}": v for p, v in group.variables().items()}
     values |= {f"window.{key}": v for key, v in objects["window"].state().items()}
     values |= {f"loss.{n}": v for n, v in enumerate(objects["loss"].variables)}

@@ -174,7 +174,7 @@ def test_what_got_nothing_stays_bit_equal_with_its_state_whatever_the_windows_ho
         found = {f"{path}": v.numpy() for path, v in tfloop.named_parameters(parts).items()}
         for path in list(found):
             found |= {f"{path}/{k}": v.numpy() for k, v in optim.state(path).items()}
-        for group in optim.records():
+        for group in optim._assembly.records():
             name = next(iter(group.slots), "total")
             counters = {k: v for k, v in group.counters.items() if k != "learning_rate"}
             found |= {f"{name}/{k}": v.numpy() for k, v in counters.items()}
@@ -238,7 +238,7 @@ def test_counters_that_a_group_shares_stay_too(mode):
     def counters():
         return {
             f"{group.optimizer}.{name}": counter.numpy()
-            for group in optim.records()
+            for group in optim._assembly.records()
             for name, counter in group.counters.items()
             if name not in ("learning_rate", "skipped")
         }
@@ -498,7 +498,7 @@ def test_accumulators_of_two_models_have_windows_of_their_own():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_layer_thawed_in_the_middle_of_a_window_joins_it(mode):
+def test_a_layer_unfrozen_in_the_middle_of_a_window_joins_it(mode):
     net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(2)])
     net.layers[0].trainable = False
     window = GradientsAccumulator()

@@ -291,7 +291,7 @@ def test_case_07_a_micro_step_touches_no_optimizer(mode):
     optim.step(0.1, net, gradient(1.0))
 
     def everything():
-        counts = [group.counters["iterations"] for group in optim.records()]
+        counts = [group.counters["iterations"] for group in optim._assembly.records()]
         state = [*optim.state("dense.kernel").values(), *counts, kernel]
         return np.concatenate([np.ravel(value.numpy()) for value in state])
 

@@ -21,7 +21,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "tfloop."))
 PUBLIC = {
     *("named_parameters", "named_variables"),
     *("Tape", "Gradients", "GradientsParams", "total_loss"),
-    *("ParamGroup", "GradientClipping", "ModuleOptimizer"),
+    *("ParamGroup", "GradientClipping", "AdaptiveGradientClipping", "ModuleOptimizer"),
     *("ModuleLearningRate", "ModuleLrScheduler", "schedulers"),
     *("GradientsAccumulator", "microbatch"),
     *("train", "valid", "blend", "to_device"),
@@ -94,7 +94,7 @@ PUBLIC_BY_CONVENTION = {"_asdict", "_fields", "_make", "_replace"}  # of named t
 OURS_TOO = {
     "tfloop._compile.step": {"_jit_compile", "_lock"},
     "tfloop._gradients.scaling": {"_start"},
-    "tfloop._optimizer.optimizer": {"_iterations", "_lock"},
+    "tfloop._optimizer.contribution": {"_lock"},
     "tfloop.examples._digits": {"_generate_examples"},  # by which a data set is written
 }
 ASKING = {"getattr", "hasattr", "setattr", "delattr", "attrgetter"}

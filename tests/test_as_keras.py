@@ -169,7 +169,7 @@ def test_setting_the_rate_keeps_the_ratios_of_the_groups():
     model, optim = net(), grouped()
     adapter = optim.as_keras(model)
     rates = lambda: [  # noqa: E731
-        float(g.update.given.learning_rate) for g in optim._groups if g.update is not None
+        float(g.update.given.learning_rate) for g in optim._assembly.groups if g.update is not None
     ]
     assert float(adapter.learning_rate) == pytest.approx(0.02)
     adapter.learning_rate = 0.002
@@ -201,7 +201,7 @@ def test_a_scheduled_fallback_refuses_to_be_set_and_a_scheduled_group_goes_on():
     optim.with_group(tfloop.ParamGroup.from_name("head"), keras.optimizers.SGD(decay))
     adapter = optim.as_keras(net())
     adapter.learning_rate = 0.01
-    assert optim._groups[1].update.given._learning_rate is decay
+    assert optim._assembly.groups[1].update.given._learning_rate is decay
 
 
 def test_callbacks_set_the_rate_and_the_next_epoch_uses_it():
@@ -221,7 +221,9 @@ def test_reduce_on_plateau_reduces_every_group():
     optim = grouped()
     plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, patience=1, min_delta=1e9)
     fit(compiled(net(), optim), callbacks=[plateau], epochs=2)
-    rates = [float(g.update.given.learning_rate) for g in optim._groups if g.update is not None]
+    rates = [
+        float(g.update.given.learning_rate) for g in optim._assembly.groups if g.update is not None
+    ]
     assert rates == pytest.approx([0.002, 0.01, 0.001])
 
 

@@ -475,7 +475,7 @@ class TestKinds:
         optim = ModuleOptimizer(optimizers.Adam(weight_decay=0.5)).build(model)
         grads = {path: tf.zeros(v.shape) for path, v in named_parameters(model).items()}
         optim.step(1.0, model, tfloop.GradientsParams(grads))
-        assert optim._groups[0].update.decay_of("dense.kernel") == 0.5
+        assert optim._assembly.groups[0].update.state.decay_of("dense.kernel") == 0.5
 
 
 def decayed(optimizer, *variables):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfloop._optimizer.fused import Fused, Single, cells_of
+from tfloop._update.fused import Fused, Single, cells_of
 
 # Those of one trailing shape are joined along their first axis.
 SHAPES = {

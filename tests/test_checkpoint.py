@@ -56,7 +56,7 @@ def state(optim):
     """Every variable of an optimizer by what it belongs to."""
     return {
         f"{group.optimizer}/{key}": v.numpy().tobytes()
-        for group in optim.records()
+        for group in optim._assembly.records()
         for key, v in group.variables().items()
     }
 

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfloop import GradientClipping
+from tfloop._clipping.clipping import deserialize, serialize
 
 NAN, INF = math.nan, math.inf
 MODES = ("eager", "graph", "jit")
@@ -135,30 +136,38 @@ def test_a_clipping_compares_hashes_and_reads_as_what_makes_it():
         by_norm(1.0).limit = 2.0
 
 
+def test_a_bound_is_written_as_its_kind_and_limit():
+    for clipping in (by_value(0.5), by_norm(1.0), by_global_norm(2.0)):
+        written = serialize(clipping)
+        assert written == [clipping.kind, clipping.limit]
+        assert deserialize(written) == clipping
+    assert serialize(None) is deserialize(None) is None
+
+
 BAD = {
     "zero": (
         lambda: by_norm(0.0),
         ValueError,
-        r"by_norm\(max_norm\)` needs a positive bound: got 0",
+        r"by_norm\(max_norm\)` has a bound out of range: got 0",
     ),
     "negative": (
         lambda: by_value(-1),
         ValueError,
-        r"by_value\(limit\)` needs a positive bound: got -1",
+        r"by_value\(limit\)` has a bound out of range: got -1",
     ),
     "nan": (
         lambda: by_global_norm(NAN),
         ValueError,
         r"by_global_norm\(max_norm\)`.*got nan, expected",
     ),
-    "infinite": (lambda: by_norm(INF), ValueError, "got inf, expected a finite float above 0"),
+    "infinite": (lambda: by_norm(INF), ValueError, "got inf, expected a finite number > 0"),
     "none": (
         lambda: by_norm(None),
         TypeError,
-        "needs a number: got None, expected a positive float",
+        "needs a number: got bound=None, expected a finite number > 0",
     ),
-    "text": (lambda: by_value("1.0"), TypeError, "needs a number: got str '1.0'"),
-    "bool": (lambda: by_norm(True), TypeError, "needs a number: got bool True"),
+    "text": (lambda: by_value("1.0"), TypeError, "needs a number: got bound=str '1.0'"),
+    "bool": (lambda: by_norm(True), TypeError, "needs a number: got bound=bool True"),
     "tensor": (
         lambda: by_norm(tf.constant(1.0)),
         TypeError,
@@ -167,18 +176,18 @@ BAD = {
     "list": (
         lambda: by_global_norm([1.0]),
         TypeError,
-        "needs a number: got an object of type list",
+        "needs a number: got bound=an object of type list",
     ),
     "complex": (lambda: by_norm(1j), TypeError, "needs a number"),
-    "a kind of its own": (
-        lambda: GradientClipping("max", 1.0),
+    "a kind that no file has": (
+        lambda: deserialize(["max", 1.0]),
         ValueError,
-        r"`GradientClipping\(kind, limit\)` got the kind 'max', expected one of 'value', 'norm'",
+        r"`GradientClipping` can't be read: got the kind 'max', expected one of 'value', 'norm'",
     ),
-    "a limit of its own": (
-        lambda: GradientClipping("value", -1.0),
+    "a limit that no file has": (
+        lambda: deserialize(["value", -1.0]),
         ValueError,
-        r"by_value\(limit\)` needs a positive bound: got -1.0.*`clipping=None`",
+        r"by_value\(limit\)` has a bound out of range: got -1.0.*`clipping=None`",
     ),
 }
 

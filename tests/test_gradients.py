@@ -133,7 +133,7 @@ class TestShareOfABackwardPass:
         chosen = GradientsParams.from_grads(grads, model, ["dense.kernel", "head.bias"])
         assert list(chosen) == ["head.bias"]
 
-    def test_a_thawed_variable_that_the_tape_overlooked_is_named(self):
+    def test_an_unfrozen_variable_that_the_tape_overlooked_is_named(self):
         model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization()])
         moving = model.layers[0].moving_mean
         moving.trainable = True
@@ -150,7 +150,7 @@ class TestShareOfABackwardPass:
         asked = tape.backward(loss, wrt=[model.layers[0].gamma])
         assert list(GradientsParams.from_grads(asked, model)) == ["batch_normalization.gamma"]
 
-    def test_a_layer_that_was_made_frozen_is_watched_once_thawed(self):
+    def test_a_layer_that_was_made_frozen_is_watched_once_unfrozen(self):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, trainable=False)])
         model.layers[0].trainable = True
         assert len(GradientsParams.from_grads(backward(model), model)) == 2

@@ -167,7 +167,7 @@ def test_a_frozen_layer_isnt_counted_in_a_norm():
     np.testing.assert_array_equal(model.dense.bias, [-0.25, -0.5, 0.0])
 
 
-def test_thawing_a_layer_builds_its_state_at_the_next_step():
+def test_unfreezing_a_layer_builds_its_state_at_the_next_step():
     for mode in ("eager", "graph", "compile"):
         model = Words()
         model.dense.trainable = False
@@ -225,14 +225,14 @@ def test_a_group_added_later_clears_what_it_takes_and_nothing_else(make_model):
         optim.step(RATE, model, grads_of(model, seed))
     others = [path for path in tfloop.named_parameters(model) if path != KERNEL]
     values, kept = values_of(model), {path: optim.state(path) for path in others}
-    counters = [group.update.counters() for group in optim._groups]
+    counters = [group.update.state.counters() for group in optim._assembly.groups]
     counters = [{name: c.numpy() for name, c in counter.items()} for counter in counters]
     assert optim.with_group(ParamGroup.from_path(KERNEL), keras.optimizers.Nadam()) is optim
     assert float(tf.norm(optim.state(KERNEL)["momentums"])) == 0.0
     for path, state in kept.items():
         assert_equal(optim.state(path), state)
-    for group, expected in zip(optim._groups, [*counters, {}], strict=True):
-        found = {name: c.numpy() for name, c in group.update.counters().items()}
+    for group, expected in zip(optim._assembly.groups, [*counters, {}], strict=True):
+        found = {name: c.numpy() for name, c in group.update.state.counters().items()}
         assert found == (expected or {"iterations": 0, "u_product": 1.0})
     assert_equal(values_of(model), values)
     assert int(optim.iterations) == 3
@@ -422,11 +422,11 @@ def test_a_wrong_group_raises_and_changes_nothing(name):
         flat = {f"{p}/{name}": s for p, slots in state.items() for name, s in slots.items()}
         return values_of(model) | flat
 
-    before, text, version = all_of_it(), repr(optim), optim.fingerprint()
+    before, text, version = all_of_it(), repr(optim), optim._assembly.fingerprint()
     with pytest.raises(error, match="(?s)`ModuleOptimizer.*" + message):
         optim.with_group(*arguments)
     assert_equal(all_of_it(), before)
-    assert (repr(optim), optim.fingerprint()) == (text, version)
+    assert (repr(optim), optim._assembly.fingerprint()) == (text, version)
     optim.step(RATE, model, grads_of(model))
     if error is ValueError and "matches nothing" in message:  # the same before `build`
         late = ModuleOptimizer("adam").with_group(*arguments)

@@ -18,16 +18,16 @@ from optimizer_helpers import (
 
 import tfloop
 from tfloop import GradientsAccumulator, GradientsParams, ModuleOptimizer
-from tfloop._optimizer import update
+from tfloop._update import cell_update
 
 EMBEDDINGS = "embedding.embeddings"
 
 
 @pytest.fixture
 def all_are_large(monkeypatch):
-    if update._LARGE == 2**62:
+    if cell_update._LARGE == 2**62:
         pytest.skip("every fast path is off")
-    monkeypatch.setattr(update, "_LARGE", 1)
+    monkeypatch.setattr(cell_update, "_LARGE", 1)
 
 
 def compiled_by_xla(fn, *args):
@@ -73,7 +73,7 @@ def test_rows_are_summed_whether_their_number_is_known_or_not(all_are_large, row
 def test_averages_decay_and_constraints_are_those_of_the_plain_way(monkeypatch):
     ends = []
     for large in (1, 2**62):
-        monkeypatch.setattr(update, "_LARGE", large)
+        monkeypatch.setattr(cell_update, "_LARGE", large)
         model = Words()
         model.dense.kernel.constraint = keras.constraints.MaxNorm(0.5)
         optim = ModuleOptimizer(keras.optimizers.AdamW(RATE, weight_decay=0.1, use_ema=True))
@@ -103,7 +103,7 @@ def test_a_window_updates_what_it_has_a_gradient_of(all_are_large):
 
 
 def test_only_large_variables_of_rules_that_gain_go_this_way():
-    if update._LARGE == 2**62:
+    if cell_update._LARGE == 2**62:
         pytest.skip("every fast path is off")
     large, small = tf.Variable(tf.zeros((3 * 2**20,))), tf.Variable(tf.zeros((2**21,)))
     grads = {"large": tf.ones_like(large), "small": tf.ones_like(small)}
@@ -125,7 +125,7 @@ def test_an_eager_step_and_one_that_is_for_xla_run_the_rule_as_it_is(all_are_lar
     def refused(*args):
         raise AssertionError("went through XLA by itself")
 
-    monkeypatch.setattr(update.GroupUpdate, "_update_by_xla", refused)
+    monkeypatch.setattr(cell_update.CellUpdate, "_update_by_xla", refused)
     model = Words()
     optim = ModuleOptimizer("adam")
     grads = row_of(gradient_table(model, 1), 0)

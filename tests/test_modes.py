@@ -406,7 +406,7 @@ class TestNothingChanges:
         np.testing.assert_array_equal(layer.moving_mean.numpy(), np.zeros(3))
         assert named_parameters(train_view(layer)) == {}
 
-    def test_burn_freezing_and_thawing_while_validating_is_kept(self):
+    def test_burn_freezing_and_unfreezing_while_validating_is_kept(self):
         model = ZOO["sequential"].build()
         model.layers[0].trainable = False
         view = valid_view(model)

@@ -29,9 +29,9 @@ def zeros(model):
 def looked_at(optim, model):
     optim.summary(model)
     repr(optim)
-    optim.fingerprint()
+    optim._assembly.fingerprint()
     optim.serialize()
-    optim.records()
+    optim._assembly.records()
     int(optim.iterations), int(optim.skipped)
     [optim.state(path) for path in tfloop.named_parameters(model)]
     optim.as_keras(model).get_config()
@@ -77,7 +77,12 @@ def test_a_run_that_is_looked_at_is_the_run_that_is_not(compiled):
         step = tfloop.compile(step) if compiled else step
         for _ in range(4):
             if looks:
-                repr(optim), optim.fingerprint(), optim.serialize(), optim.records()
+                (
+                    repr(optim),
+                    optim._assembly.fingerprint(),
+                    optim.serialize(),
+                    optim._assembly.records(),
+                )
             step(tf.ones((2, 1)))
         return [v.numpy() for v in model.variables], optim.serialize()
 

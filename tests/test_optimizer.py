@@ -212,9 +212,9 @@ BAD_RATES = {
     "vector": (
         tf.constant([0.1, 0.2]),
         TypeError,
-        r"got shape \(2,\) and dtype float32 as the rate.*with_group\(group, lr\)",
+        r"got shape \(2,\) as the rate.*with_group\(group, lr\)",
     ),
-    "bool tensor": (tf.constant(True), TypeError, "and dtype bool as the rate"),
+    "bool tensor": (tf.constant(True), TypeError, "got dtype bool as the rate"),
     "schedule": (
         keras.optimizers.schedules.CosineDecay(0.1, 10),
         TypeError,
@@ -465,10 +465,10 @@ def test_building_twice_or_again_changes_nothing():
     model = Words()
     optim = ModuleOptimizer("adam").build(model)
     optim.step(0.1, model, grads_of(model))
-    before, version = everything(optim, model), optim.fingerprint()
+    before, version = everything(optim, model), optim._assembly.fingerprint()
     assert optim.build(model) is optim
     assert_equal(everything(optim, model), before)
-    assert optim.fingerprint() == version
+    assert optim._assembly.fingerprint() == version
 
 
 def test_state_is_refused_before_build_and_for_unknown_paths():

@@ -256,7 +256,7 @@ def test_case_18_an_optimizer_in_other_hands_is_copied_or_refused():
     bound = keras.optimizers.Adam(0.1)
     bound.build([keras.Variable(tf.ones(2))])
     shared = ModuleOptimizer(bound).with_group(group, bound).build(model)
-    one, two = (row.update.state.optimizer for row in shared._groups)
+    one, two = (row.update.state.optimizer for row in shared._assembly.groups)
     assert len({id(one), id(two), id(bound)}) == 3
     for wrong, message in (
         (keras.optimizers.Adam(gradient_accumulation_steps=2), "tfloop.GradientsAccumulator"),

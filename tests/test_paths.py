@@ -238,7 +238,7 @@ def test_parameters_are_trainable_and_floating():
     assert list(named_parameters({"n": tf.Variable(1), "x": tf.Variable(1.0)})) == ["x"]
 
 
-def test_freezing_and_thawing_is_seen_at_once_at_every_level():
+def test_freezing_and_unfreezing_is_seen_at_once_at_every_level():
     model = ZOO["subclass_with_attributes"].build()
     everything = list(named_parameters(model))
     model.encoder.dense.trainable = False

@@ -35,7 +35,7 @@ def train(optim, model, start=0, steps=3):
 def everything(optim, model):
     state = {path: optim.state(path) for path in tfloop.named_parameters(model)}
     flat = {f"{path}/{name}": slot for path, slots in state.items() for name, slot in slots.items()}
-    counts = [group.update.counters() for group in optim._groups if group.update]
+    counts = [group.update.state.counters() for group in optim._assembly.groups if group.update]
     flat |= {f"{n}/{name}": c for n, named in enumerate(counts) for name, c in named.items()}
     return values_of(model) | flat | {"iterations": optim.iterations.numpy()}
 
@@ -95,7 +95,7 @@ def test_the_order_of_the_groups_does_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize("make_model", [Words, Many])
-def test_a_group_may_be_parted_since(make_model, tmp_path):
+def test_a_group_may_be_split_since(make_model, tmp_path):
     model, other = make_model(), make_model()
     optim = ModuleOptimizer("adam")
     train(optim, model)

@@ -64,7 +64,7 @@ def test_deterministic_turns_on_deterministic_kernels():
     assert done.returncode == 0, done.stderr
 
 
-def test_after_the_import_the_cpu_can_still_be_parted():
+def test_after_the_import_the_cpu_can_still_be_split():
     program = "import tfloop; assert tfloop.strategy('cpu:2').num_replicas_in_sync == 2"
     done = run("-c", program)
     assert done.returncode == 0, done.stderr

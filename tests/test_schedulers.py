@@ -321,8 +321,8 @@ def test_a_plateau_made_inside_a_function_has_its_state_outside():
 _WRONG = [
     (lambda: Noam(0), ValueError, r"`Noam\(factor.*a factor out of range: got 0, expected a n"),
     (lambda: Noam(math.nan), ValueError, "factor out of range: got nan"),
-    (lambda: Noam("1"), TypeError, "needs a number: got factor='1', expected a number > 0"),
-    (lambda: Noam(True), TypeError, "needs a number: got factor=True"),
+    (lambda: Noam("1"), TypeError, "needs a number: got factor=str '1', expected a number > 0"),
+    (lambda: Noam(True), TypeError, "needs a number: got factor=bool True"),
     (lambda: Noam(1.0, 0), ValueError, "no such `warmup_steps`: got 0, expected an int of"),
     (lambda: Noam(1.0, 2.5), TypeError, "no such `warmup_steps`: got float 2.5"),
     (lambda: Noam(1.0, 4, -1), ValueError, "no such `model_size`: got -1, expected an int"),

@@ -84,7 +84,7 @@ class TestWhatATapeSees:
                 loss = frozen * w
             assert len(tape.backward(loss)) == count
 
-    def test_a_watched_model_or_view_gives_its_thawed_variables(self):
+    def test_a_watched_model_or_view_gives_its_unfrozen_variables(self):
         layer = layers.BatchNormalization()
         layer.build((None, 3))
         layer.moving_mean.trainable = True

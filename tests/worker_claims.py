@@ -51,7 +51,7 @@ def batches(updates):
 def state_of(optim, model):
     """Parameters, slots and counters, as arrays."""
     variables = dict(tfloop.named_variables(model))
-    for group in optim.records():
+    for group in optim._assembly.records():
         variables |= {f"{group.optimizer}/{key}": v for key, v in group.variables().items()}
     return {key: variable.numpy() for key, variable in variables.items()}
 

@@ -9,6 +9,8 @@ from tfloop import flags, schedulers
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._accumulation.microbatch import microbatch
 from tfloop._checkpoint.checkpoint import Checkpoint
+from tfloop._clipping.adaptive_clipping import AdaptiveGradientClipping
+from tfloop._clipping.clipping import GradientClipping
 from tfloop._compile.step import compile  # noqa: A004
 from tfloop._gradients.gradients import Gradients
 from tfloop._gradients.params import GradientsParams
@@ -19,7 +21,6 @@ from tfloop._model.copies import blend, to_device
 from tfloop._model.modes import train, valid
 from tfloop._model.paths import named_parameters, named_variables
 from tfloop._optimizer.as_keras import GroupedOptimizer as _GroupedOptimizer  # noqa: F401
-from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop.config import AdamConfig, Config, OptimizerConfig
 from tfloop.data import DataLoader
@@ -32,6 +33,7 @@ __version__ = _version("tfloop-keras")
 
 __all__ = [
     "AdamConfig",
+    "AdaptiveGradientClipping",
     "Checkpoint",
     "Config",
     "DataLoader",

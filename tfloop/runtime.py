@@ -74,7 +74,7 @@ def strategy(name: str = "auto") -> tf.distribute.Strategy:
 
     Raises:
       ValueError: Another name, a device that this machine hasn't got, or too many parts.
-      RuntimeError: The CPU is to be parted, and TensorFlow has already been used.
+      RuntimeError: The CPU is to be split, and TensorFlow has already been used.
       TypeError: `name` isn't a string.
 
     Example:

@@ -1299,7 +1299,7 @@ def layer_frozen(kit):
 
 
 @training(changes=True)
-def layer_thawed(kit):
+def layer_unfrozen(kit):
     net = network()
     net.layers[0].trainable = False
     return trains(kit, net, change=_flag(True))

@@ -1,7 +1,7 @@
 """Random histories of one optimizer, against one plain Keras optimizer per variable.
 
 Hypothesis makes them up: steps with any of the gradients, windows, groups that are added, layers
-frozen and thawed, rates, clippings, saves, restores, rebuilt models and deep copies, each step
+frozen and unfrozen, rates, clippings, saves, restores, rebuilt models and deep copies, each step
 compiled or not. After every rule all values and all slots are compared. A history that falls is
 shrunk, and becomes a test.
 """
@@ -255,17 +255,19 @@ class History(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.hand.micro_steps)
     @rule(name=st.sampled_from(LAYERS[:2]))
-    def freeze_or_thaw(self, name):
+    def freeze_or_unfreeze(self, name):
         layer = self.net.get_layer(name)
         layer.trainable = not layer.trainable
         if self.optim.root is not None:
-            self.optim.build(self.net)  # As the next step would; a thawed one has its slots then.
+            self.optim.build(
+                self.net
+            )  # As the next step would; an unfrozen one has its slots then.
         self.hand.frozen ^= {name}
 
     @rule()
     def look(self):
         self.optim.summary(self.net)
-        repr(self.optim), repr(self.window), self.optim.fingerprint()
+        repr(self.optim), repr(self.window), self.optim._assembly.fingerprint()
         self.optim.as_keras(self.net).get_config()
 
     def checkpoint(self):

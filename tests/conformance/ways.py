@@ -565,7 +565,8 @@ def look(world, called, folder):
             if isinstance(thing, tfloop.ModuleOptimizer):
                 root = world.other if name == "optim_of_other" else world.net
                 if getattr(root, "built", True):
-                    thing.summary(root), thing.as_keras(root), thing.fingerprint()
+                    thing.summary(root), thing.as_keras(root)
+                    thing._assembly.fingerprint()
                     thing.as_keras(root).get_config(), thing.serialize(), repr(thing)
                     for path in tfloop.named_parameters(root):
                         thing.state(path)

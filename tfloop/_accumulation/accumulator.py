@@ -5,32 +5,33 @@ touches an optimizer: what a window becomes is decided by `ModuleOptimizer.step`
 """
 
 import copy
-import io
+import dataclasses
 import threading
-import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from tfloop._accumulation import buffers
+from tfloop._accumulation.buffers import Buffers
 from tfloop._checks.copying import with_attributes_of
-from tfloop._checks.messages import described, listed, not_pickled
+from tfloop._checks.messages import described, not_pickled
 from tfloop._gradients.params import GradientsParams
 from tfloop._model.paths import AddressBook, address_book, root_key, tf_variable
-from tfloop._replicas import placement
+from tfloop._replicas import contexts, placement, seeds
+from tfloop._replicas.reduction import WINDOW_KINDS, reduction_of
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import checked_weight, divided, weighted
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
 
+_NEW = "GradientsAccumulator(reduction=...)"
 _ACCUMULATE = "accumulator.accumulate(model, grads)"
-_RESTORE = "restoring a GradientsAccumulator"
 _MSG_EMPTY = (
     "`{call}` found an empty window: got 0 micro-batches, expected at least 1. Nothing was "
     "accumulated since the last update. Add some: `accumulator.accumulate(model, grads)`."
 )
-_DAMAGED = (ValueError, EOFError, KeyError, OSError, zipfile.BadZipFile)
 
 
 class Window(NamedTuple):
@@ -95,16 +96,14 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     """
 
     def __init__(self, *, reduction: str = "sum") -> None:
-        if reduction not in ("sum", "mean"):
-            raise ValueError(
-                f"`GradientsAccumulator(reduction=...)` got {described(reduction)}, expected 'sum' "
-                "or 'mean'. The mean over samples makes one large batch: "
-                "`tfloop.GradientsAccumulator(reduction='mean')`."
-            )
+        fix = (
+            "The mean over samples makes one large batch: "
+            "`tfloop.GradientsAccumulator(reduction='mean')`."
+        )
         self.reduction = reduction
+        self._weighs = reduction_of(_NEW, reduction, WINDOW_KINDS, fix).weighs
         self._model: Any = None
         self._book: AddressBook | None = None
-        self._buffers: dict[str, tf.Variable] = {}
         self._restored: dict[str, Any] = {}  # a window that waits for `build`
         self._version = 0
         self._lock = threading.RLock()
@@ -120,7 +119,8 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 )
             ]
         )
-        self._count, self._weight, self._layout, self._present = variables
+        count, weight, self._layout, present = variables
+        self._buffers = Buffers(reduction, count, weight, present, {})
 
     @property
     def count(self) -> tf.Variable:
@@ -129,7 +129,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         Under a strategy `build` puts another in its place.
         """
         traces.depends_on(self)
-        return self._count
+        return self._buffers.count
 
     @property
     def weight(self) -> tf.Variable:
@@ -139,7 +139,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         puts another in its place.
         """
         traces.depends_on(self)
-        return self._weight
+        return self._buffers.weight
 
     @property
     def root(self) -> Any:
@@ -148,7 +148,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
 
     @traces.not_converted
     def build(self, model: Any) -> "GradientsAccumulator":
-        """Makes the buffers for a root; a parameter thawed later gets its buffer then.
+        """Makes the buffers for a root; a parameter unfrozen later gets its buffer then.
 
         Args:
           model: The root that this accumulator belongs to from now on, as in `named_parameters`.
@@ -194,26 +194,28 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                 "added by path. Key them: "
                 "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
-        if weight is not None and self.reduction == "sum":
+        if weight is not None and not self._weighs:
             raise ValueError(
-                f"`{_ACCUMULATE}` got weight={described(weight)} with reduction='sum', expected "
-                "none: a sum has no weights. For the mean over samples make it with "
+                f"`{_ACCUMULATE}` got weight={described(weight)} with "
+                f"reduction={self.reduction!r}, expected none: a sum has no weights. For "
+                "the mean over samples make it with "
                 "`tfloop.GradientsAccumulator(reduction='mean')`."
             )
-        with placement.one_at_a_time(self._lock):
+        with contexts.one_at_a_time(self._lock):
             self._accumulate(model, grads, weight)
 
     def _accumulate(self, model: Any, grads: GradientsParams, weight: Any) -> None:
         weight, factor = self._weights(weight)
         book = self._prepare(model, _ACCUMULATE)
-        placement.check_context(_ACCUMULATE, book.variables)
+        contexts.check_context(_ACCUMULATE, book.variables)
         trainable = book.parameters()
         checked = grads.checked(book, _ACCUMULATE)
         grads._consume(_ACCUMULATE)
         received = {path: grad for path, grad in checked.items() if path in trainable}
+        held = self._buffers
         with tf.control_dependencies([weight, *self._freshness(_ACCUMULATE)]):
             for path, grad in received.items():
-                buffer = self._buffers[path]
+                buffer = held.sums[path]
                 grad = sparse.cast(grad, buffer.dtype)
                 if overwritten.is_value(path):
                     self._keep_larger(path, grad, weight)
@@ -227,14 +229,14 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                     )
                 else:
                     buffer.assign_add(grad, read_value=False)  # reading it back slows the trace
-            flags = tf.constant([float(path in received) for path in self._buffers], tf.float32)
+            flags = tf.constant([float(path in received) for path in held.sums], tf.float32)
             if any(map(overwritten.is_value, received)):
                 # A value that didn't count isn't there: 0 in its place would be a value, too.
-                values = [*map(overwritten.is_value, self._buffers)]
+                values = [*map(overwritten.is_value, held.sums)]
                 flags = tf.where(values, flags * tf.cast(weight > 0, flags.dtype), flags)
-            self._present.assign(tf.maximum(self._present, flags))
-            self._weight.assign_add(weight)
-            self._count.assign_add(1)
+            held.present.assign(tf.maximum(held.present, flags))
+            held.weight.assign_add(weight)
+            held.count.assign_add(1)
 
     @traces.not_converted
     def grads(self) -> GradientsParams:
@@ -254,7 +256,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
           ValueError: The weights sum to 0.
         """
         traces.depends_on(self)
-        with placement.one_at_a_time(self._lock):
+        with contexts.one_at_a_time(self._lock):
             return self._taken()
 
     def _taken(self) -> GradientsParams:
@@ -272,10 +274,9 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     def reset(self) -> None:
         """Empties the window without using it."""
         traces.depends_on(self)
-        with placement.one_at_a_time(self._lock):
+        with contexts.one_at_a_time(self._lock):
             self._restored = {}
-            for variable in (self._count, self._weight, self._present, *self._buffers.values()):
-                variable.assign(tf.zeros_like(variable))
+            self._buffers.clear()
 
     def window(self, model: Any, call: str) -> Window:
         """What the step takes; `reset` empties the window afterwards."""
@@ -287,51 +288,12 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         return self._version
 
     def state(self) -> dict[str, Any]:
-        """The window: `count`, `weight`, and `<reduction>/<path>` for each that got anything.
-
-        The same however many replicas it was accumulated on.
-        """
-        if self._restored:
-            return self._restored
-        flags = self._present.numpy() > 0
-        parts = self._parts()
-        held = (pair for pair, there in zip(self._buffers.items(), flags, strict=True) if there)
-        sums = {
-            f"{self.reduction}/{path}": placement.largest(buffer)
-            if overwritten.is_value(path)
-            else _part(buffer, parts)
-            for path, buffer in held
-        }
-        return {"count": self._count, "weight": _part(self._weight, parts), **sums}
-
-    def variables(self) -> dict[str, tf.Variable]:
-        """What may hold each of `state`, of which every replica has a part."""
-        sums = {f"{self.reduction}/{path}": buffer for path, buffer in self._buffers.items()}
-        return {"count": self._count, "weight": self._weight, **sums}
-
-    def assignments(self, state: Mapping[str, Any]) -> list[tuple[tf.Variable, Any]]:
-        """Pairs of variable and value that make the window that of `state`, after all checks.
-
-        Raises:
-          ValueError: Another reduction, an unknown path, another shape or dtype.
-        """
-        sums = self._sums_of(state, self._buffers)
-        flags = np.array([path in sums for path in self._buffers], np.float32)
-        parts = self._parts()
-        pairs = [(self._count, state["count"]), (self._weight, parts * np.asarray(state["weight"]))]
-        for path, buffer in self._buffers.items():
-            nothing = np.broadcast_to(buffer.dtype.as_numpy_dtype(0), buffer.shape)
-            # TensorFlow divides what it is given between the replicas.
-            times = self._replicas() if overwritten.is_value(path) else parts
-            pairs.append((buffer, times * np.asarray(sums[path]) if path in sums else nothing))
-        return [*pairs, (self._present, flags)]
+        """The window by path, as `Buffers.state`; a restored one that still waits for `build`."""
+        return self._restored or self._buffers.state()
 
     def serialize(self) -> bytes:
         """The window as bytes, for `tf.train.Checkpoint`."""
-        file = io.BytesIO()
-        window: dict[str, Any] = {key: np.asarray(value) for key, value in self.state().items()}
-        np.savez(file, **window)
-        return file.getvalue()
+        return buffers.dump(self.state())
 
     def deserialize(self, state: bytes) -> None:
         """Takes over a window from `tf.train.Checkpoint`, or nothing if it doesn't fit.
@@ -339,22 +301,13 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
         Before the first `accumulate` the sums are kept until `build` knows the model.
 
         Raises:
-          ValueError: The bytes are damaged, or what `assignments` raises.
+          ValueError: Damaged bytes, another reduction, an unknown path, another shape or dtype.
         """
-        try:
-            with np.load(io.BytesIO(state), allow_pickle=False) as file:
-                window = {key: file[key] for key in file.files}
-            totals = [(self._count, window["count"]), (self._weight, window["weight"])]
-        except _DAMAGED as error:
-            raise ValueError(
-                f"`{_RESTORE}` can't read the state: got {len(state)} bytes that are no window, "
-                f"expected those of `serialize` ({error}). The file is damaged, or another "
-                "object's. Restore an older one: `checkpoint.restore(path)`."
-            ) from error
+        window = buffers.load(state)
         if self._book is None:
             self._restored = window if any("/" in key for key in window) else {}
-        for variable, value in totals if self._book is None else self.assignments(window):
-            variable.assign(value)
+            window = {key: window[key] for key in ("count", "weight")}
+        self._assign(window)
 
     def __copy__(self) -> "GradientsAccumulator":
         """As `copy.deepcopy`: two accumulators can't share a window."""
@@ -382,7 +335,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     def __repr__(self) -> str:
         """What it does and what is in it."""
         root = self._book.description if self._book else "not built"
-        held = f", {self._count.numpy()} micro-batches" if tf.executing_eagerly() else ""
+        held = f", {self._buffers.count.numpy()} micro-batches" if tf.executing_eagerly() else ""
         return f"GradientsAccumulator({root}, reduction={self.reduction!r}{held})"
 
     def _prepare(self, model: Any, call: str) -> AddressBook:
@@ -398,7 +351,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
                     )
                 traces.eagerly(lambda: self._take_over(self, model, book))
             self._is_new_copy = False
-            if book is not self._book or book.parameters().keys() - self._buffers.keys():
+            if book is not self._book or book.parameters().keys() - self._buffers.sums.keys():
                 traces.eagerly(lambda: self._build(model, book))
         traces.depends_on(book)
         traces.depends_on(self)
@@ -407,81 +360,83 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
     def _take_over(self, other: "GradientsAccumulator", model: Any, book: AddressBook) -> None:
         """Gets the window of another, or of this one, for a root of the same paths."""
         window = {key: np.asarray(value) for key, value in other.state().items()}
-        kept, self._book, self._buffers = other._buffers, None, {}
+        kept = other._buffers.sums
+        self._book, self._buffers = None, dataclasses.replace(self._buffers, sums={})
         self._build(model, book, kept)
-        for variable, value in self.assignments(window):
+        self._assign(window)
+
+    def _assign(self, window: dict[str, Any]) -> None:
+        for variable, value in self._buffers.assignments(window):
             variable.assign(value)
 
     def _build(self, model: Any, book: AddressBook, kept: Iterable[str] = ()) -> None:
         """Makes the buffers that are missing; a variable that has one keeps it, with its sum."""
-        flags = dict(zip(self._buffers, self._present.numpy(), strict=bool(self._buffers)))
-        buffers, present, trainable = {}, [], book.parameters()
+        old = self._buffers
+        before = dict(zip(old.sums, old.present.numpy(), strict=bool(old.sums)))
+        sums, present, trainable = {}, [], book.parameters()
         for path, variable in book.floating().items():
             # Sought by the variable: a layer put in before others renumbers their paths.
-            before = (self._book and self._book.path_of(variable)) or ""
-            buffer = self._buffers.get(before)
+            earlier = (self._book and self._book.path_of(variable)) or ""
+            buffer = old.sums.get(earlier)
             if buffer is None and (path in trainable or path in kept):
                 zeros = tf.zeros(variable.shape, sparse.accumulation_dtype(variable.dtype))
                 with placement.scope_of([variable]):
                     buffer = tf.Variable(zeros, name=f"sum/{path}", **placement.SUMMED)
             if buffer is not None:
-                buffers[overwritten.path_for(path, variable)] = buffer
-                present.append(flags.get(before, 0.0))
-        self._sums_of(self._restored, buffers)  # raises before anything is changed
-        self._model, self._book, self._buffers = model, book, buffers
-        home = list(book.variables.values())
-        placement.spread_seeds(home)
-        with placement.scope_of(home):
-            self._present = tf.Variable(
-                present, dtype=tf.float32, name="present", **placement.SUMMED
-            )
-        self._count = placement.at_home(self._count, home, placement.OF_THE_FIRST)
-        self._weight = placement.at_home(self._weight, home, placement.SUMMED)
-        self._layout = placement.at_home(self._layout, home, placement.ALIKE)
+                sums[overwritten.path_for(path, variable)] = buffer
+                present.append(before.get(earlier, 0.0))
+        variables = list(book.variables.values())
+        count = placement.placed_with(old.count, variables, placement.OF_THE_FIRST)
+        weight = placement.placed_with(old.weight, variables, placement.SUMMED)
+        with placement.scope_of(variables):
+            flags = tf.Variable(present, dtype=tf.float32, name="present", **placement.SUMMED)
+        new = Buffers(self.reduction, count, weight, flags, sums)
+        new.check(self._restored)  # raises before anything is changed
+        self._model, self._book, self._buffers = model, book, new
+        seeds.make_distinct(variables)
+        self._layout = placement.placed_with(self._layout, variables, placement.MIRRORED)
         self._version += 1
         self._layout.assign(self._version)
         if self._restored:
-            for variable, value in self.assignments(self._restored):
-                variable.assign(value)
+            self._assign(self._restored)
             self._restored = {}
 
     def _keep_larger(self, path: str, value: Gradient, weight: tf.Tensor) -> None:
         """Keeps the maximum of what a window gets for a variable that is overwritten."""
-        buffer = self._buffers[path]
-        there = self._present[list(self._buffers).index(path)] > 0
+        held = self._buffers
+        buffer, there = held.sums[path], held.present[list(held.sums).index(path)] > 0
         largest = tf.where(there, overwritten.larger(buffer, value), sparse.densify(value))
         buffer.assign(tf.where(weight > 0, largest, buffer))
 
     def _weights(self, weight: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
         """How much a micro-batch counts, and by what its gradients are multiplied, if at all."""
-        share = placement.share()
+        share = contexts.share()
         if share is None or weight is not None:
             weight = checked_weight(_ACCUMULATE, 1 if weight is None else weight)
-            return weight, weight if self.reduction == "mean" else None
+            return weight, weight if self._weighs else None
         # The parts of a batch count as much together as the batch would on one device.
         part = tf.cast(share.rows, tf.float64) / tf.cast(tf.maximum(share.of, 1), tf.float64)
-        if self.reduction == "mean":
+        if self._weighs:
             return part, part
         return tf.constant(1.0, tf.float64), part * share.replicas
 
     def _window(self, call: str) -> Window:
         # What differs between replicas must not decide what they do: they reduce together.
-        known = tf.executing_eagerly() and not placement.is_replica()
+        known = tf.executing_eagerly() and not contexts.is_replica()
+        held = self._buffers
         if self._restored:
             raise RuntimeError(
                 f"`{call}` can't tell yet what a restored window belongs to: got no model so far, "
                 "expected one. Build it first: `accumulator.build(model)`."
             )
-        if self._book is None or (known and self._count.numpy() == 0):
+        if self._book is None or (known and held.count.numpy() == 0):
             raise RuntimeError(_MSG_EMPTY.format(call=call))
-        weight = tf.identity(self._weight) if self.reduction == "mean" else None
-        there = self._present > 0
-        flags = there.numpy() if known else tf.unstack(there, len(self._buffers))
-        present = dict(zip(self._buffers, flags, strict=True))
+        weight = tf.identity(held.weight) if self._weighs else None
+        there = held.present > 0
+        flags = there.numpy() if known else tf.unstack(there, len(held.sums))
+        present = dict(zip(held.sums, flags, strict=True))
         sums = {
-            path: tf.identity(buffer)
-            for path, buffer in self._buffers.items()
-            if not known or present[path]
+            p: tf.identity(buffer) for p, buffer in held.sums.items() if not known or present[p]
         }
         return Window(sums, weight, None if known else present)
 
@@ -499,7 +454,7 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
           ValueError: The weights sum to 0.
           RuntimeError: The window is empty.
         """
-        filled = self._count > 0 if filled is None else filled
+        filled = self._buffers.count > 0 if filled is None else filled
         if tf.executing_eagerly():
             if not filled:
                 raise RuntimeError(_MSG_EMPTY.format(call=call))
@@ -516,69 +471,19 @@ class GradientsAccumulator(tf.train.experimental.PythonState):
             checks.append(tf.raw_ops.Assert(condition=weight > 0, data=[zero]))
         return [*checks, *self._freshness(call)]
 
-    def _parts(self) -> int:
-        """How many replicas' plain sums a step will take the mean of."""
-        return 1 if self.reduction == "mean" else self._replicas()
-
-    def _replicas(self) -> int:
-        home = placement.strategy_of(self._buffers.values())
-        return 1 if home is None else home.num_replicas_in_sync
-
     def _freshness(self, call: str) -> list[tf.Operation]:
-        """In a trace: are the buffers still those that it was made with?
-
-        `compile` traces again in time; a `tf.function` of the user's doesn't, also one that a
-        compiled step calls.
-        """
-        if tf.executing_eagerly() or traces.is_current():
-            return []
-        stale = (
-            f"`{call}` ran in a tf.function that was traced before a parameter was thawed. A trace "
-            "keeps what it was made with. Call `accumulator.build(model)` before tracing, or "
+        """In a trace: are the buffers still those that it was made with?"""
+        message = (
+            f"`{call}` ran in a tf.function that was traced before a parameter was unfrozen. A "
+            "trace keeps what it was made with. Call `accumulator.build(model)` before tracing, or "
             "compile the step with `tfloop.compile`, which traces again."
         )
-        fresh = tf.equal(self._layout, tf.constant(self._version, tf.int64))
-        return [tf.raw_ops.Assert(condition=fresh, data=[stale])]
-
-    def _sums_of(
-        self, state: Mapping[str, Any], buffers: Mapping[str, tf.Variable]
-    ) -> dict[str, Any]:
-        """Path -> sum of a written window, compared with the buffers that it is for."""
-        keys = [key.partition("/") for key in state if "/" in key]
-        others = {reduction for reduction, _, _ in keys if reduction != self.reduction}
-        if others:
-            raise ValueError(
-                f"`{_RESTORE}` got a window of reduction={others.pop()!r}, expected "
-                f"{self.reduction!r}: their sums differ. Make it as it was: "
-                f"`tfloop.GradientsAccumulator(reduction={keys[0][0]!r})`."
-            )
-        unknown = [path for _, _, path in keys if path not in buffers]
-        if unknown:
-            raise ValueError(
-                f"`{_RESTORE}` got sums for {listed(unknown)}, expected only trainable parameters, "
-                f"{listed(buffers)}. The model or what is frozen was changed since the window was "
-                "saved. Rebuild it as it was, or begin a new window: `accumulator.reset()`."
-            )
-        sums = {path: state[f"{reduction}/{path}"] for reduction, _, path in keys}
-        for path, value in sums.items():
-            found = tuple(value.shape), tf.as_dtype(value.dtype).name
-            expected = tuple(buffers[path].shape), buffers[path].dtype.name
-            if found != expected:
-                raise ValueError(
-                    f"`{_RESTORE}` got a sum of shape {found[0]} and dtype {found[1]} for "
-                    f"{path!r}, expected {expected[0]} and {expected[1]}. The model was changed "
-                    "since the window was saved. Begin a new one: `accumulator.reset()`."
-                )
-        return sums
+        return traces.assert_fresh(self._version, self._layout, message)
 
 
 def means(window: Window) -> dict[str, Gradient]:
     """Path -> gradient: the sums, or the means over the weights."""
     if window.weight is None:
         return window.sums
-    sums, values = overwritten.parted(window.sums)
+    sums, values = overwritten.split(window.sums)
     return {path: divided(total, window.weight) for path, total in sums.items()} | values
-
-
-def _part(variable: tf.Variable, parts: int) -> Any:
-    return variable if parts == 1 else variable.read_value() / parts

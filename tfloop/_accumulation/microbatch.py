@@ -195,7 +195,7 @@ class _Pieces:
             weight = tf.shape(tf.nest.flatten(piece)[0])[0]
         weight = checked_weight(_CALL, weight)
         sums, rows = {_WEIGHT: weight}, {}
-        grads, values = overwritten.parted(grads)
+        grads, values = overwritten.split(grads)
         for path, value in values.items():
             value = sparse.densify(value)
             nothing = tf.constant(value.dtype.min, value.dtype)  # which no maximum shows

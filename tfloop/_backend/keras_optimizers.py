@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfloop._backend.keras_variables import tf_variable
+from tfloop._backend.keras_variables import is_variable, tf_variable
 from tfloop._backend.versions import unsupported
 
 _OPTIMIZER = "keras.optimizers.Optimizer"
@@ -233,7 +233,7 @@ def slots_of(
         for name, value in vars(optimizer).items()
         if isinstance(value, list)
         and len(value) == count
-        and _is_variable(value[index])
+        and is_variable(value[index])
         and value[index] is not target
         and value[0] is not optimizer.iterations
     }
@@ -245,7 +245,7 @@ def counters_of(optimizer: Optimizer) -> dict[str, tf.Variable]:
     return {
         name.lstrip("_"): tf_variable(value)
         for name, value in vars(optimizer).items()
-        if _is_variable(value) and value is not rate
+        if is_variable(value) and value is not rate
     }
 
 
@@ -259,7 +259,3 @@ def without_missing(
         meaning = "what leaves out missing gradients, with Keras' warning"
         raise unsupported("_filter_empty_gradients", _OPTIMIZER, meaning) from None
     return present(grads, variables)
-
-
-def _is_variable(thing: object) -> bool:
-    return isinstance(thing, (keras.Variable, tf.Variable))

@@ -23,6 +23,11 @@ def tf_variable(variable: Any) -> tf.Variable:
         return vars(variable)[_place_of_value(variable)]
 
 
+def is_variable(thing: object) -> bool:
+    """Is it a Keras or a TensorFlow variable?"""
+    return isinstance(thing, (keras.Variable, tf.Variable))
+
+
 def replace_tf_variable(variable: keras.Variable, inner: tf.Variable) -> None:
     """Puts another `tf.Variable` behind a Keras variable."""
     name = "_value" if hasattr(variable, "_value") else _place_of_value(variable)

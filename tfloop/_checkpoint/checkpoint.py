@@ -18,7 +18,7 @@ from tfloop._checks.arguments import whole_number
 from tfloop._checks.messages import listed
 from tfloop._model.paths import address_book, is_variable, root_key, unwrap
 from tfloop._optimizer.optimizer import ModuleOptimizer
-from tfloop._replicas import placement
+from tfloop._replicas import collectives, per_replica, placement
 from tfloop._tracing import traces
 
 _SAVE = "Checkpoint.save(step)"
@@ -129,7 +129,7 @@ class Checkpoint:
             entries[name] = {"kind": part.kind, "roots": roots, **part.said}
             values[name] = dict(part.values)
             own = {key: part.own[key] for key in part.own if key in part.values}
-            for key, each in placement.told_apart(own).items():
+            for key, each in per_replica.differing(own).items():
                 if key in part.statistics:
                     values[name][key] = mean_of(each)
                 for place, value in enumerate(each):
@@ -137,7 +137,7 @@ class Checkpoint:
                 entries[name]["replicas"] = len(each)
         manifest = {"step": step, "objects": entries}
         strategy = self._strategy(_SAVE)
-        if placement.is_spread(strategy):
+        if placement.spans_processes(strategy):
             return self._write_once(strategy, manifest, values)
         return self._write(manifest, values)
 
@@ -166,7 +166,7 @@ class Checkpoint:
         _refuse_graph(_RESTORE)
         path = self.latest if path is None else os.fspath(path)
         strategy = self._strategy(_RESTORE)
-        if placement.is_spread(strategy):
+        if placement.spans_processes(strategy):
             self._check_alike(strategy, path)
         if path is None:
             return None
@@ -216,14 +216,14 @@ class Checkpoint:
 
     def _write_once(self, strategy: Any, manifest: Mapping[str, Any], values: Any) -> str:
         """The first worker writes; the others help it to read, and wait for it."""
-        values = {name: placement.read_together(part) for name, part in values.items()}
+        values = {name: per_replica.read_together(part) for name, part in values.items()}
         path = None
         try:
-            if 0 in placement.places(strategy):
+            if 0 in placement.replica_ids(strategy):
                 # In a strategy's scope the first one alone would make variables.
                 path = traces.eagerly(lambda: self._write(manifest, values))
         finally:  # where it raises, the others must not wait for ever
-            written, *_ = placement.gathered(strategy, _number(path))
+            written, *_ = collectives.gather_number(strategy, _number(path))
         latest = self.latest
         if latest is None or not written or _number(latest) != written:
             raise FileNotFoundError(
@@ -236,7 +236,7 @@ class Checkpoint:
 
     def _check_alike(self, strategy: Any, path: str | None) -> None:
         """Workers that restored different checkpoints would train on without a word."""
-        numbers = placement.gathered(strategy, _number(path))
+        numbers = collectives.gather_number(strategy, _number(path))
         if len(set(numbers)) > 1:
             raise FileNotFoundError(
                 f"`{_RESTORE}` found other checkpoints on other workers: got the numbers "

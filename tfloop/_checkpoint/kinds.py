@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._checks.messages import described, listed
 from tfloop._model import derived
+from tfloop._model.containers import is_container
 from tfloop._model.paths import (
     AddressBook,
     address_book,
@@ -24,7 +25,7 @@ from tfloop._model.paths import (
 )
 from tfloop._optimizer import record
 from tfloop._optimizer.optimizer import ModuleOptimizer
-from tfloop._replicas import placement, reduction
+from tfloop._replicas import per_replica, reduction, seeds
 
 Saved = Mapping[str, np.ndarray]
 Pairs = list[tuple[Any, Any]]
@@ -100,9 +101,9 @@ class Optimizer(_Kind):
     def __init__(self, optim: ModuleOptimizer, root: Any) -> None:
         waiting: Mapping[int, Any] = {}
         if root is None:
-            self._groups = optim.records()
+            self._groups = optim._assembly.records()
         else:
-            self._groups, waiting = optim.first_records(root)
+            self._groups, waiting = optim._assembly.first_records(root)
         self.values = {
             f"{number}/{key}": waiting.get(id(variable), variable)
             for number, group in enumerate(self._groups)
@@ -130,12 +131,12 @@ class Window(_Kind):
     def __init__(self, accumulator: GradientsAccumulator) -> None:
         self._accumulator = accumulator
         self.values = accumulator.state()
-        self.own = accumulator.variables()
+        self.own = accumulator._buffers.variables()
         self.said: dict[str, Any] = {}
 
     def pairs(self, said: Mapping[str, Any], saved: Saved, strict: bool) -> Pairs:
         """As in `Variables`; the whole window or none, strict or not."""
-        return self._accumulator.assignments(saved)
+        return self._accumulator._buffers.assignments(saved)
 
 
 class State(_Kind):
@@ -185,7 +186,7 @@ def part_of(thing: Any, call: str, root: Any = None) -> Part:
 
 def is_root(thing: Any) -> bool:
     """Can it have the paths that optimizers and accumulators go by?"""
-    return is_model(thing) or isinstance(thing, (Mapping, list, tuple))
+    return is_model(thing) or is_container(thing)
 
 
 def check_kind(thing: Any, call: str) -> None:
@@ -237,7 +238,7 @@ def take_over(pairs: Pairs, apart: Sequence[tuple[Any, Sequence[Any]]]) -> None:
         raise
     rest = [pair for pair in pairs if not isinstance(pair[0], State)]
     for target, value in rest:
-        placement.assign_whole(target, value)
-    placement.spread_seeds([target for target, _ in rest if is_variable(target)], again=True)
+        per_replica.assign_total(target, value)
+    seeds.make_distinct([target for target, _ in rest if is_variable(target)], anew=True)
     for target, values in apart:
-        placement.assign_parts(target, values)
+        per_replica.assign_each(target, values)

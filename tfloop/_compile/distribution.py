@@ -13,7 +13,8 @@ import tensorflow as tf
 from tfloop._backend import keras_losses
 from tfloop._checks.messages import described, listed
 from tfloop._gradients.params import GradientsParams
-from tfloop._replicas import placement
+from tfloop._model.containers import parts_of
+from tfloop._replicas import contexts, placement
 from tfloop._tracing import traces
 
 _CALL = "compiled_step(batch)"
@@ -28,7 +29,7 @@ def keep_losses_whole() -> None:
     asks the strategy, which must tell everybody else the truth. Where a Keras to come has another
     way, this raises.
     """
-    keras_losses.keep_whole(placement.is_in_step)
+    keras_losses.keep_whole(contexts.is_in_step)
 
 
 # Autograph must go through here to the user's function.
@@ -61,7 +62,7 @@ def run(
     if not args or not _has_rows(strategy, args[0]):
 
         def whole(args: Any, kwargs: Any) -> Any:
-            with placement.in_step(None):
+            with contexts.in_step(None):
                 return fn(*args, **kwargs)
 
         ones = strategy.experimental_distribute_values_from_function(lambda _: tf.constant(1))
@@ -69,7 +70,7 @@ def run(
     parts, rows, total, replicas = _spread(strategy, args[0])
 
     def replica(part: Any, rows: tf.Tensor, others: Any, kwargs: Any) -> Any:
-        with placement.in_step(placement.Share(rows, total, replicas)):
+        with contexts.in_step(contexts.Share(rows, total, replicas)):
             return fn(part, *others, **kwargs)
 
     outputs = strategy.run(replica, args=(parts, rows, tuple(args[1:]), dict(kwargs)))
@@ -203,10 +204,8 @@ def _joined(strategy: tf.distribute.Strategy, outputs: Any, rows: Any) -> Any:
 def _containers(outputs: Any) -> Iterator[Any]:
     """The outputs and every container in them."""
     yield outputs
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs
-    if isinstance(outputs, (Mapping, list, tuple)):
-        for part in parts:
-            yield from _containers(part)
+    for part in parts_of(outputs) or ():
+        yield from _containers(part)
 
 
 def _fill(found: list[Any], where: Mapping[int, Any], tensors: list[tf.Tensor]) -> None:
@@ -226,9 +225,9 @@ def _means(strategy: Any, values: list[list[tf.Tensor]], counts: Any) -> list[tf
     *totals, weight, number = _over_workers(strategy, totals)
     return [
         tf.cast(
-            tf.where(weight > 0, tf.math.divide_no_nan(share, weight), alike / number), row[0].dtype
+            tf.where(weight > 0, tf.math.divide_no_nan(share, weight), plain / number), row[0].dtype
         )
-        for share, alike, row in zip(totals[: len(wide)], totals[len(wide) :], values, strict=True)
+        for share, plain, row in zip(totals[: len(wide)], totals[len(wide) :], values, strict=True)
     ]
 
 
@@ -240,7 +239,7 @@ def _sums(strategy: Any, values: list[list[tf.Tensor]]) -> list[tf.Tensor]:
 
 def _over_workers(strategy: Any, totals: list[tf.Tensor]) -> list[tf.Tensor]:
     """Adds up scalars of one dtype over the workers, in one call; nothing to do on one."""
-    places = placement.places(strategy)
+    places = placement.replica_ids(strategy)
     if len(places) == strategy.num_replicas_in_sync:
         return totals
     ours = tf.stack(totals)

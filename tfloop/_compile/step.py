@@ -20,7 +20,7 @@ from tfloop._compile import distribution, loop
 from tfloop._compile.bindings import Bindings
 from tfloop._compile.launch import Launcher, as_argument
 from tfloop._model.paths import AddressBook, unchecked_book
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tracing import traces
 from tfloop._tracing.traces import Dependency
 
@@ -39,7 +39,7 @@ def compile(  # noqa: A001
     The function becomes a `tf.function` with these rules. Python numbers (not bools) become
     tensors, so another rate or epoch number costs no trace. A shorter last batch costs at
     most one more trace: the second shape makes that axis open. When a group is added, a parameter
-    frozen or thawed, an optimizer's rate replaced by a schedule, a layer added or changed, or a
+    frozen or unfrozen, an optimizer's rate replaced by a schedule, a layer added or changed, or a
     name that the step uses bound to something else, the next call traces again.
 
     Args:
@@ -133,7 +133,7 @@ class CompiledStep:
         self.python_function = fn
         self.trace_count = 0
         self._jit_compile = jit_compile
-        self._strategy = None if placement.is_default(strategy) else strategy
+        self._strategy = None if contexts.is_default(strategy) else strategy
         if self._strategy is not None:
             distribution.keep_losses_whole()
         self._attribute = getattr(fn, "__name__", None)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfloop._checks.messages import described, listed
 from tfloop._groups.group import ParamGroup
 from tfloop._model.paths import AddressBook, Variable, address_book, tf_variable, variable_id
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
@@ -22,7 +22,7 @@ _FROM_GRADS = "GradientsParams.from_grads(grads, model, group)"
 _MSG_UNWATCHED = (
     "`{call}` has no gradient for variables that the tape didn't watch: got {names}, expected "
     "variables made with `trainable=True`. A tape watches these alone by itself, whatever the flag "
-    "says now. Name what you thaw: `with tfloop.Tape(watch=[model]) as tape:`."
+    "says now. Name what you unfreeze: `with tfloop.Tape(watch=[model]) as tape:`."
 )
 
 
@@ -124,7 +124,7 @@ def share_of(
     }
     share = {path: grad for path, grad in asked.items() if grad is not None}
     if not share:
-        placement.check_context(_FROM_GRADS, book.variables)  # the likelier cause
+        contexts.check_context(_FROM_GRADS, book.variables)  # the likelier cause
         why = _why_empty(book, parameters, wanted, asked, group)
         raise ValueError(f"`{_FROM_GRADS}` found no gradient: {why}")
     return share
@@ -177,13 +177,13 @@ def _why_empty(
     if not parameters:
         return (
             f"got {book.description}, expected a trainable parameter. All of it is frozen now. "
-            "Thaw it: `model.trainable = True`."
+            "Unfreeze it: `model.trainable = True`."
         )
     if not wanted:
         return (
             f"got the group {group}, expected some of the {len(parameters)} trainable parameters "
             f"of {book.description}: {listed(parameters)}. The group is too narrow, or frozen. "
-            "Thaw it: `layer.trainable = True`."
+            "Unfreeze it: `layer.trainable = True`."
         )
     if not asked:
         return (

@@ -6,19 +6,19 @@ nothing else, so that it crosses the boundaries of `tf.function`, `tf.cond`, `tf
 `optimizer`'s.
 """
 
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from tfloop._checks.arguments import wrong_scalar
 from tfloop._checks.messages import described, did_you_mean, listed
 from tfloop._gradients import checks, gradients
 from tfloop._gradients.gradients import Gradients as Gradients
 from tfloop._gradients.gradients import gradient_name
 from tfloop._groups.group import ParamGroup, as_group
 from tfloop._model.paths import AddressBook, address_book
-from tfloop._replicas import placement, reduction
+from tfloop._replicas import contexts, reduction
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.counts import checked_weight
 from tfloop._tensors.sparse import Gradient
@@ -88,7 +88,7 @@ class GradientsParams(Mapping[str, Gradient]):
 
         Raises:
           ValueError: Nothing is left (see the message for the likely cause); the list has an
-            unknown path; a parameter was thawed that the tape didn't watch.
+            unknown path; a parameter was unfrozen that the tape didn't watch.
           TypeError: `grads` isn't the result of `Tape.backward`, or `group` is neither.
           RuntimeError: The model lies in a strategy, and this is called outside of its replicas.
         """
@@ -185,20 +185,20 @@ class GradientsParams(Mapping[str, Gradient]):
         """
         call = "grads.scale(factor)"
         grads = self._fresh(call)
-        is_tensor = hasattr(factor, "shape") and hasattr(factor, "dtype")
-        if isinstance(factor, bool) or not (is_tensor or isinstance(factor, numbers.Real)):
+        wrong = wrong_scalar(factor)
+        if wrong is not None and not wrong.has_axes:
             raise TypeError(
-                f"`{call}` needs a number: got {described(factor)}, expected a float or a scalar "
+                f"`{call}` needs a number: got {wrong.got}, expected a float or a scalar "
                 "tensor. A factor for each path is arithmetic over the mapping: "
                 "`tfloop.GradientsParams({path: w[path] * grad for path, grad in grads.items()})`."
             )
-        if is_tensor and tf.TensorShape(factor.shape).rank not in (0, None):
+        if wrong is not None:
             raise ValueError(
-                f"`{call}` needs a scalar: got the shape {tuple(factor.shape)}, expected (). "
+                f"`{call}` needs a scalar: got the {wrong.got}, expected (). "
                 "Elementwise factors differ from path to path. Reduce it: "
                 "`grads.scale(tf.reduce_mean(factor))`."
             )
-        scaled, _ = overwritten.parted(grads)
+        scaled, _ = overwritten.split(grads)
         scaled = {path: sparse.scale(grad, factor) for path, grad in scaled.items()}
         return type(self)({**grads, **scaled})
 
@@ -216,7 +216,7 @@ class GradientsParams(Mapping[str, Gradient]):
         """
         call = "grads.map(fn)"
         mapped = dict(self._fresh(call))
-        for path, grad in overwritten.parted(mapped)[0].items():
+        for path, grad in overwritten.split(mapped)[0].items():
             result = checks.as_gradient(call, path, fn(sparse.densify(grad)))
             checks.same_shape(call, path, grad, result)
             mapped[path] = result
@@ -247,13 +247,14 @@ class GradientsParams(Mapping[str, Gradient]):
         """
         call = "grads.reduce(weight)"
         grads = self._fresh(call)
-        placement.check_context(call, {})
-        share = placement.share()
+        contexts.check_context(call, {})
+        share = contexts.share()
         if weight is not None:
             weight = checked_weight(call, weight)
         elif share is not None:
             weight = tf.cast(share.rows, tf.float64)
-        total = reduction.total(grads, weight, reduction="mean")
+        contribution = reduction.Contribution(grads, weight)
+        total = reduction.total(contribution, reduction.KINDS["mean"])
         with tf.control_dependencies(reduction.check_counts(call, total.weight)):
             return type(self)(
                 tf.nest.map_structure(tf.identity, total.grads, expand_composites=True)
@@ -273,7 +274,7 @@ class GradientsParams(Mapping[str, Gradient]):
           TypeError: `other` isn't a `GradientsParams`.
         """
         mine, theirs = self._both("grads.dot(other)", other)
-        grads, _ = overwritten.parted(mine)
+        grads, _ = overwritten.split(mine)
         shared = filter(theirs.__contains__, grads)
         return _total([sparse.dot(mine[path], theirs[path]) for path in shared])
 
@@ -296,7 +297,7 @@ class GradientsParams(Mapping[str, Gradient]):
           TypeError: `group` isn't a `ParamGroup`.
         """
         chosen = self._of(group, model, "grads.global_norm(group, model)")
-        grads, _ = overwritten.parted(chosen)
+        grads, _ = overwritten.split(chosen)
         return tf.sqrt(_total([sparse.squared_norm(grad) for grad in grads.values()]))
 
     @traces.not_converted

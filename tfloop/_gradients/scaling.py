@@ -6,20 +6,21 @@ reduced gradients were finite. One scale serves all groups and all replicas.
 
 import copy
 import json
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from tfloop._checks.arguments import whole_number
+from tfloop._checks.arguments import positive, whole_number
 from tfloop._checks.copying import with_attributes_of
-from tfloop._checks.messages import described, not_pickled
+from tfloop._checks.messages import not_pickled
 from tfloop._model.paths import Variable
-from tfloop._replicas import placement
+from tfloop._replicas import placement, synchronized
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
+
+_FIX = "It multiplies the loss. Write `tfloop.LossScaler(2.0**15)`."
 
 
 class LossScaler(tf.train.experimental.PythonState):
@@ -53,7 +54,7 @@ class LossScaler(tf.train.experimental.PythonState):
     """
 
     def __init__(self, initial: float = 2.0**15, growth_interval: int = 2000) -> None:
-        self._start(_positive("LossScaler(initial)", initial))
+        self._start(positive("LossScaler(initial)", "scale", initial, _FIX))
         self._growth_interval: int | None = whole_number(
             "LossScaler(...)", "growth_interval", growth_interval, least=1, fix="2000"
         )
@@ -66,7 +67,7 @@ class LossScaler(tf.train.experimental.PythonState):
           scale: Positive.
         """
         scaler = cls.__new__(cls)
-        scaler._start(_positive("LossScaler.fixed(scale)", scale))
+        scaler._start(positive("LossScaler.fixed(scale)", "scale", scale, _FIX))
         scaler._growth_interval = None
         return scaler
 
@@ -125,10 +126,12 @@ class LossScaler(tf.train.experimental.PythonState):
                 "the optimizer, and take it from there: `tfloop.Tape(scaler=optim.scaler)`."
             )
 
-    def move_home(self, variables: Iterable[Variable]) -> None:
+    def place_with(self, variables: Iterable[Variable]) -> None:
         """Puts the state into the strategy of these variables."""
-        self._scale = placement.at_home(self._scale, variables, placement.ALIKE)
-        self._finite_steps = placement.at_home(self._finite_steps, variables, placement.ALIKE)
+        self._scale = placement.placed_with(self._scale, variables, placement.MIRRORED)
+        self._finite_steps = placement.placed_with(
+            self._finite_steps, variables, placement.MIRRORED
+        )
 
     def seed(self, loss: tf.Tensor) -> tf.Tensor:
         """What the backward pass starts with, in place of ones."""
@@ -144,15 +147,15 @@ class LossScaler(tf.train.experimental.PythonState):
         interval = self._growth_interval
         if interval is None:
             return
-        finite = placement.agreed(strategy, finite)
+        finite = synchronized.agreed(strategy, finite)
         steps = tf.where(finite, self._finite_steps + 1, tf.constant(0, tf.int64))
         grown = steps >= interval
         factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)
         steps = tf.where(grown, tf.zeros_like(steps), steps)
         # It neither vanishes nor overflows, whatever the gradients do.
         scale = tf.clip_by_value(self._scale * factor, 2.0**-24, 2.0**120)
-        placement.assign(strategy, self._scale, scale)
-        placement.assign(strategy, self._finite_steps, steps)
+        synchronized.assign(strategy, self._scale, scale)
+        synchronized.assign(strategy, self._finite_steps, steps)
 
     def __copy__(self) -> "LossScaler":
         """As `copy.deepcopy`: two optimizers can't share a scale."""
@@ -175,17 +178,3 @@ class LossScaler(tf.train.experimental.PythonState):
         if self._growth_interval is None:
             return f"LossScaler.fixed({now})"
         return f"LossScaler({now}, growth_interval={self._growth_interval})"
-
-
-def _positive(call: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"`{call}` needs a number: got {described(value)}, expected a positive float. "
-            "Write `tfloop.LossScaler(2.0**15)`."
-        )
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(
-            f"`{call}` needs a positive number: got {value!r}, expected for example 2.0**15. "
-            "A scale multiplies the loss. Write `tfloop.LossScaler(2.0**15)`."
-        )
-    return float(value)

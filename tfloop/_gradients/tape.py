@@ -15,12 +15,12 @@ from tfloop._backend.keras_layers import own_losses
 from tfloop._checks.messages import described
 from tfloop._gradients.gradients import Gradients, unwatched
 from tfloop._gradients.scaling import LossScaler
+from tfloop._model.containers import parts_of
 from tfloop._model.paths import (
     AddressBook,
     address_book,
     is_model,
     is_variable,
-    parts_of,
     tf_variable,
     unchecked_book,
     unwrap,
@@ -46,7 +46,7 @@ class Tape:
     Args:
       watch: Tensors, variables and models to watch from the start: inputs (adversarial examples,
         gradient penalty), or variables that were made with `trainable=False`, which a tape doesn't
-        watch by itself, not even after they were thawed.
+        watch by itself, not even after they were unfrozen.
       persistent: Allow several backward passes; memory is kept until the tape is gone.
       scaler: `optim.scaler`: the backward pass runs scaled, and its result is unscaled float32.
         `None` is fine.

@@ -11,8 +11,7 @@ from typing import Any
 from tfloop._checks import messages
 from tfloop._checks.messages import described
 from tfloop._groups import patterns
-from tfloop._groups.patterns import Variable
-from tfloop._model.paths import address_book, variable_id
+from tfloop._model.paths import Variable, address_book, variable_id, variables_below
 
 _BINDING = {"|": 1, "&": 2, "-": 3, "~": 4}
 _TEXT_LEAVES = ("from_path", "from_name", "from_predicate", "from_regex")
@@ -302,7 +301,7 @@ class ParamGroup:
     def _bound(self) -> "ParamGroup":
         if self._kind != "from_layers":
             return self
-        return self._of_variables(v for layer in self._parts for v in patterns.variables_of(layer))
+        return self._of_variables(v for layer in self._parts for v in variables_below(layer))
 
     def _map_leaves(self, change: Callable[["ParamGroup"], "ParamGroup"]) -> "ParamGroup":
         if self._kind not in _BINDING:

@@ -1,20 +1,16 @@
 """What a group's constructors accept, when one pattern hits, and how it reads.
 
 Plain functions under `ParamGroup`: each checks the arguments of one constructor and says what is
-wrong with them, or answers for one path. Combining the answers is `group`'s business. Neither
-TensorFlow nor Keras is imported; variables are told by their looks.
+wrong with them, or answers for one path. Combining the answers is `group`'s business.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from tfloop._checks.messages import described
-from tfloop._model.paths import is_model, unwrap, variables_below
-
-Variable = Any
-"""A `keras.Variable` or a `tf.Variable`."""
+from tfloop._model.paths import Variable, is_model, is_variable, unwrap
 
 _MSG_EMPTY = (
     "`{call}` has nothing to look for: got {what}, expected something to match. A list that came "
@@ -142,16 +138,6 @@ def hits(kind: str, parts: tuple[Any, ...], path: str, variable: Variable | None
         case _:
             (wanted,) = parts
             return wanted in path if isinstance(wanted, str) else bool(wanted(path, variable))
-
-
-def is_variable(thing: object) -> bool:
-    """Does it look like a variable?"""
-    return all(hasattr(thing, name) for name in ("shape", "dtype", "assign"))
-
-
-def variables_of(layer: Any) -> Iterator[Variable]:
-    """The variables that a layer or module has now."""
-    yield from variables_below(layer)
 
 
 def shown(parts: tuple[Any, ...]) -> str:

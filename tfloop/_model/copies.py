@@ -5,16 +5,17 @@ Both go by path, and need nothing of a model but that it can be walked.
 
 import copy
 import math
-import numbers
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfloop._checks.messages import described, listed
+from tfloop._checks.arguments import is_number, wrong_scalar
+from tfloop._checks.messages import listed
 from tfloop._model import derived
+from tfloop._model.containers import is_container, rebuilt
 from tfloop._model.modes import View
 from tfloop._model.paths import AddressBook, address_book, tf_variable
 from tfloop._tensors import sparse
@@ -68,7 +69,7 @@ def blend(target: Any, source: Any, rate: Any = 1.0) -> None:
     for path, variable in targets.items():
         variable = tf_variable(variable)
         goal = tf.cast(tf.convert_to_tensor(tf_variable(sources[path])), variable.dtype)
-        if isinstance(rate, numbers.Real) and rate == 1:
+        if is_number(rate) and rate == 1:
             variable.assign(goal)  # exact, where adding a difference would round
         else:
             variable.assign_add(sparse.scalar(rate, variable.dtype) * (goal - variable))
@@ -135,10 +136,8 @@ def _ways_to_copy(model: Any) -> Iterator[Callable[[], Any]]:
 
 def _by_config(model: Any) -> Any:
     """Containers part by part, Keras models and layers from their config, others whole."""
-    if isinstance(model, Mapping):
-        return {name: _by_config(part) for name, part in model.items()}
-    if isinstance(model, (list, tuple)):
-        return [_by_config(part) for part in model]
+    if is_container(model):
+        return rebuilt(model, _by_config)
     if isinstance(model, keras.Model):
         return keras.models.clone_model(model)
     if not isinstance(model, keras.layers.Layer):
@@ -168,15 +167,13 @@ def _bring_up_to_date(copied: AddressBook, book: AddressBook) -> None:
 
 
 def _check_rate(rate: Any) -> None:
-    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
-    shape = () if is_number else getattr(rate, "shape", None)
-    if shape is None or tf.TensorShape(shape).rank not in (0, None):
-        got = described(rate) if shape is None else f"the shape {tuple(shape)}"
+    wrong = wrong_scalar(rate)
+    if wrong is not None:
         raise TypeError(
-            f"`{_BLEND}` takes no such rate: got {got}, expected a number or a scalar tensor. One "
-            "rate serves all paths. Write `tfloop.blend(target, source, 0.01)`."
+            f"`{_BLEND}` takes no such rate: got {wrong.got}, expected a number or a scalar "
+            "tensor. One rate serves all paths. Write `tfloop.blend(target, source, 0.01)`."
         )
-    if is_number and not (math.isfinite(rate) and 0.0 <= rate <= 1.0):
+    if is_number(rate) and not (math.isfinite(rate) and 0.0 <= rate <= 1.0):
         raise ValueError(
             f"`{_BLEND}` takes no such rate: got {rate!r}, expected a number in [0, 1]. It is the "
             "share of the source. For a momentum m write `tfloop.blend(target, source, 1 - m)`."

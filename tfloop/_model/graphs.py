@@ -8,15 +8,17 @@ import enum
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfloop._backend import keras_layers, sonnet
+from tfloop._backend.keras_variables import is_variable as is_variable
 from tfloop._backend.keras_variables import tf_variable as tf_variable
 from tfloop._backend.tensorflow import ignored_attributes, is_tracking
+from tfloop._model.containers import KINDS, is_container, items_of, parts_of
 
 Variable = Any
 """A `keras.Variable` or a `tf.Variable`."""
@@ -27,11 +29,6 @@ _KNOWN_LIBRARIES = {"builtins", "keras", "numpy", "tensorflow", "tfloop"}
 def variable_id(variable: Variable) -> int:
     """One identity for a `keras.Variable` and the `tf.Variable` inside it."""
     return id(tf_variable(variable))
-
-
-def is_variable(thing: object) -> bool:
-    """Is it a Keras or a TensorFlow variable?"""
-    return isinstance(thing, (keras.Variable, tf.Variable))
 
 
 def is_model(thing: object) -> bool:
@@ -51,22 +48,13 @@ def unwrap(thing: Any) -> Any:
     return thing
 
 
-def parts_of(container: Any) -> list[Any] | None:
-    """What a dict, list or tuple holds; `None` for anything else."""
-    if isinstance(container, Mapping):
-        return list(container.values())
-    return list(container) if isinstance(container, (list, tuple)) else None
-
-
 def children(thing: Any) -> Iterator[tuple[str, Any]]:
     """What a node of the graph holds, with the segment for each, in a stable order.
 
     Segments of siblings may be equal here.
     """
-    if isinstance(thing, Mapping):
-        yield from ((str(key), child) for key, child in thing.items() if is_node(child))
-    elif isinstance(thing, (list, tuple)):
-        yield from ((str(index), child) for index, child in enumerate(thing) if is_node(child))
+    if is_container(thing):
+        yield from ((str(key), child) for key, child in items_of(thing) if is_node(child))
     elif isinstance(thing, keras.random.SeedGenerator):
         yield "state", thing.state
     elif isinstance(thing, keras.layers.Layer):
@@ -150,10 +138,9 @@ def _kind(thing: Any) -> _Kind:
 @functools.lru_cache(maxsize=1024)
 def _kind_of_class(cls: type) -> _Kind:
     nodes = (keras.layers.Layer, tf.Module, keras.random.SeedGenerator)
-    containers = (Mapping, list, tuple)
     # TensorFlow wraps the dicts and tuples of a tf.Module in proxies.
     is_proxy = hasattr(cls, "__wrapped__") or getattr(cls, "is_tfloop_view", False)
-    if is_proxy or issubclass(cls, (keras.Variable, tf.Variable, *nodes, *containers)):
+    if is_proxy or issubclass(cls, (keras.Variable, tf.Variable, *nodes, *KINDS)):
         return _Kind.NODE
     known = cls.__module__.partition(".")[0] in _KNOWN_LIBRARIES
     return _Kind.INERT if known or issubclass(cls, type) else _Kind.PLAIN

@@ -13,13 +13,13 @@ import keras
 import tensorflow as tf
 
 from tfloop._checks.messages import described, listed
+from tfloop._model.containers import is_container, parts_of, rebuilt
 from tfloop._model.graphs import call_arguments, is_plain_object
 from tfloop._model.paths import (
     AddressBook,
     address_book,
     is_model,
     is_variable,
-    parts_of,
     unchecked_book,
     unwrap,
 )
@@ -94,13 +94,13 @@ def _view(model: Any, training: bool, call: str, inside: bool = False) -> Any:
         return View(model, training)
     if inside and is_variable(model):
         return model
-    if parts_of(model) is None:
+    if not is_container(model):
         raise TypeError(
             f"`{call}` needs a model: got {described(model)}, expected a keras.Model or "
             "keras.Layer, a tf.Module, or a dict or list of these. It may be the result of a "
             "model. View the model, then call it: `tfloop.train(model)(x)`."
         )
-    return _mapped(lambda part: _view(part, training, call, inside=True), model)
+    return rebuilt(model, lambda part: _view(part, training, call, inside=True))
 
 
 class View:
@@ -234,20 +234,10 @@ class View:
     def _seen(self, value: Any) -> Any:
         if is_model(value):
             return View(unwrap(value), self.training, self._values)
-        return _mapped(self._seen, value) if _holds_models(value) else value
+        return rebuilt(value, self._seen) if _holds_models(value) else value
 
     def _value_ids(self) -> dict[int, int]:
         return {key: id(value) for key, (_, value) in self._values.items()}
-
-
-def _mapped(fn: Any, container: Any) -> Any:
-    """A plain dict, list or tuple of the same form with `fn` of each part."""
-    if isinstance(container, Mapping):
-        return {name: fn(part) for name, part in container.items()}
-    parts = map(fn, container)
-    if hasattr(container, "_fields"):
-        return container.__class__(*parts)  # the type may be TensorFlow's wrapper
-    return tuple(parts) if isinstance(container, tuple) else list(parts)
 
 
 def _holds_models(value: Any) -> bool:

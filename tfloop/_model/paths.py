@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tfloop._checks.messages import described, did_you_mean, listed
+from tfloop._model.containers import is_container, items_of
 from tfloop._model.graphs import Variable as Variable
 from tfloop._model.graphs import ids_below
 from tfloop._model.graphs import is_floating as is_floating
 from tfloop._model.graphs import is_model as is_model
 from tfloop._model.graphs import is_variable as is_variable
-from tfloop._model.graphs import parts_of as parts_of
 from tfloop._model.graphs import tf_variable as tf_variable
 from tfloop._model.graphs import unwrap as unwrap
 from tfloop._model.graphs import variable_id as variable_id
@@ -283,17 +283,16 @@ def root_key(model: Any, call: str = "named_parameters(model)") -> Any:
     model = unwrap(model)
     if is_model(model):
         return id(model)
-    if parts_of(model) is None:
+    if not is_container(model):
         raise TypeError(_MSG_NOT_A_MODEL.format(call=call, model=described(model)))
     return _container_key(model, call, "")
 
 
 def _container_key(container: Any, call: str, where: str) -> Any:
-    named = container.items() if isinstance(container, Mapping) else enumerate(container)
     key: list[Any] = [isinstance(container, Mapping)]
-    for name, part in named:
+    for name, part in items_of(container):
         part, place = unwrap(part), f"{where}[{name!r}]"
-        if parts_of(part) is not None:
+        if is_container(part):
             key.append((str(name), _container_key(part, call, place)))
         elif is_variable(part) or is_model(part):
             key.append((str(name), variable_id(part)))

@@ -10,13 +10,13 @@ import keras
 import tensorflow as tf
 
 from tfloop._checks.messages import described
+from tfloop._model.containers import parts_of
 from tfloop._model.graphs import (
     Variable,
     children,
     hidden_children,
     is_built,
     is_variable,
-    parts_of,
     unused,
     unwrap,
     variable_id,

@@ -1,8 +1,8 @@
 """`ModuleOptimizer`: gradients by path become an update.
 
-A step walks one way: `contribution` (what this replica brings) -> `tfloop._replicas.reduction` ->
-`clipping` -> `update` (the variables of one group, by a Keras optimizer of its own; small ones
-side by side, `fused`). `routing` says which group serves which variable, `checks` judges rates and
-counts, `keras_optimizer` what a user may give, `record` writes the state down, `summary` shows the
-table, `as_keras` offers the same to Keras' `fit`. `optimizer` holds them together.
+A `step` walks one way: `contribution` (what this replica brings) -> `tfloop._replicas.reduction` ->
+finite? -> `tfloop._clipping` -> `rates` -> `tfloop._update`. `routing` says which group serves
+which variable, `assembly` holds the groups together for one root, and `optimizer` is what a user
+sees of it. `checks` judges routing and parameters, `record` writes the state down, `summary` shows
+the table, `as_keras` offers the same to Keras' `fit`.
 """

@@ -20,16 +20,16 @@ from tfloop._backend.keras_optimizers import (
     without_missing,
 )
 from tfloop._checks.messages import listed
+from tfloop._clipping.clipping import GradientClipping, deserialize, serialize
 from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup
 from tfloop._model.paths import address_book, is_variable, root_key, unwrap
-from tfloop._optimizer.clipping import GradientClipping
-from tfloop._optimizer.keras_optimizer import CLIP_ARGUMENTS
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._optimizer.record import GroupRecord, dump
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tensors.overwritten import path_for
+from tfloop._update.keras_optimizer import CLIP_ARGUMENTS
 
 _CALL = "ModuleOptimizer.as_keras(model)"
 
@@ -139,13 +139,13 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
     @property
     def learning_rate(self) -> Any:
         """The fallback's rate: a variable, or what its schedule gives now."""
-        update: Any = self.optim._groups[0].update  # the fallback is never frozen
+        update: Any = self.optim._assembly.groups[0].update  # the fallback is never frozen
         rate = rate_of(update.given)
         return rate if is_variable(rate) else update.own_rate()
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        updates = enumerate(group.update for group in self.optim._groups)
+        updates = enumerate(group.update for group in self.optim._assembly.groups)
         given = {number: update.given for number, update in updates if update is not None}
         rates = {n: g.learning_rate for n, g in given.items() if is_variable(rate_of(g))}
         if 0 in rates and float(rates[0].numpy()) > 0.0:
@@ -242,16 +242,17 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         if scaler is not None and self._notes.is_scaled:
             # Not where Keras' LossScaleOptimizer is around this one: it scales by itself.
             found, self._notes.is_scaled = found.map(scaler.unscaled), False
-        replicas = placement.count()
-        if replicas == 1 or self.optim.reduction == "sum":
+        replicas, reduction = contexts.count(), self.optim._assembly.reduction
+        if replicas == 1:
             return found
-        if self.optim.reduction is None:
+        if not reduction.sends:
             raise ValueError(
                 f"`{_CALL}` got reduction=None with {replicas} replicas, expected 'mean' or 'sum': "
                 "`fit` leaves it to the optimizer to reduce. Leave it out: "
                 "`tfloop.ModuleOptimizer(optimizer)`."
             )
-        return found.scale(replicas)  # Keras has divided the losses, so that a sum is their mean
+        # Keras has divided the losses, so that a sum is their mean.
+        return found.scale(replicas) if reduction.weighs else found
 
     def _adopted(self, variables: list[Any]) -> dict[str, Any]:
         """A root of the variables of a loaded model, under the paths of the saved one."""
@@ -308,7 +309,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
             return []
         served = set(self._served())
         found = []
-        for record in self.optim.records():
+        for record in self.optim._assembly.records():
             slots = {path: slots for path, slots in record.slots.items() if path in served}
             if slots or not record.slots:
                 found.append(GroupRecord(record.optimizer, slots, record.counters))
@@ -320,10 +321,12 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         book = address_book(self._notes.root, _CALL)
         served = self._served()
         rows = []
-        for number, group in enumerate(optim._groups):
-            members = [path for path in served if optim._owner[path] == number]
+        for number, group in enumerate(optim._assembly.groups):
+            members = [path for path in served if optim._assembly.owner[path] == number]
             update = group.update
-            undecayed = [p for p in members if update is not None and update.decay_of(p) is None]
+            undecayed = [
+                p for p in members if update is not None and update.state.decay_of(p) is None
+            ]
             if members or number == 0:
                 given = None if update is None else update.given
                 ratio = self._notes.ratios.get(number)
@@ -334,7 +337,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
 def _options(optim: ModuleOptimizer) -> dict[str, Any]:
     """What an optimizer was given besides its groups."""
     scaler = optim.scaler and [float(optim.scaler.scale.numpy()), optim.scaler._growth_interval]
-    return {"reduction": optim.reduction, "skip_nonfinite": optim._skips, "scaler": scaler}
+    return {"reduction": optim.reduction, "skip_nonfinite": optim._assembly.skips, "scaler": scaler}
 
 
 def _optimizer_of(rows: list[_Row], options: dict[str, Any]) -> ModuleOptimizer:
@@ -360,13 +363,12 @@ def _row_config(row: _Row) -> dict[str, Any]:
     if row.optimizer is not None:
         optimizer = keras.optimizers.serialize(row.optimizer)
         optimizer["config"].update(dict.fromkeys(CLIP_ARGUMENTS))  # they are in `clipping`
-    clipping = None if row.clipping is None else [row.clipping.kind, row.clipping.limit]
-    return row._asdict() | {"optimizer": optimizer, "clipping": clipping}
+    return row._asdict() | {"optimizer": optimizer, "clipping": serialize(row.clipping)}
 
 
 def _row_of(config: dict[str, Any], custom_objects: Any) -> _Row:
     optimizer, clipping = config["optimizer"], config["clipping"]
     if optimizer is not None:
         optimizer = keras.optimizers.deserialize(optimizer, custom_objects=custom_objects)
-    clipping = None if clipping is None else GradientClipping(*clipping)
+    clipping = deserialize(clipping, custom_objects)
     return _Row(**(config | {"optimizer": optimizer, "clipping": clipping}))

@@ -1,109 +1,31 @@
-"""What a step checks about its rates and its routing, now or when it runs.
+"""What a step checks about its routing and its parameters, now or when it runs.
 
 What is known now raises at once; what a trace can only know when it runs becomes an assertion
 in the graph, which every change waits for. (XLA drops assertions.)
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
-from keras.optimizers.schedules import LearningRateSchedule
 
-from tfloop._checks.messages import described, listed
+from tfloop._checks.messages import listed
 from tfloop._model.paths import Variable
-from tfloop._optimizer.fused import has_value
-from tfloop._replicas import placement
+from tfloop._replicas import contexts
 from tfloop._tracing import traces
-from tfloop.schedulers._base import is_number
+from tfloop._update.fused import has_value
 
 STEP = "ModuleOptimizer.step(lr, model, grads)"
 
 
-def as_rate(rate: Any, what: str = "the rate") -> tf.Tensor:
-    """A rate as a scalar tensor, which `assert_sound` may still have to look at.
-
-    Args:
-      rate: A number, or a scalar tensor or variable.
-      what: Whose rate it is, for messages.
-
-    Raises:
-      ValueError: It is known to be negative or not finite.
-      TypeError: It isn't a number by kind, or has axes.
-    """
-    if isinstance(rate, LearningRateSchedule):
-        raise TypeError(
-            f"`{STEP}` got the schedule {described(rate)} as rate, expected a number. A schedule "
-            "needs a count of steps. Give it to the optimizer (`keras.optimizers.Adam(schedule)` "
-            "and `step(None, ...)`) or step it: `tfloop.ModuleLrScheduler(schedule).step()`."
-        )
-    if is_number(rate):
-        tensor = tf.constant(float(rate), tf.float64)
-    else:
-        tensor = _scalar(rate, what)
-    value = tf.get_static_value(tensor)
-    if value is not None and not (np.isfinite(value) and value >= 0):
-        raise ValueError(
-            f"`{STEP}` got {float(value)} as {what}, expected a finite number of at least 0. "
-            "A schedule or a division went wrong, or a loss wasn't finite. Check it: `print(lr)`."
-        )
-    return tensor
-
-
-def _scalar(rate: Any, what: str) -> tf.Tensor:
-    numeric = isinstance(rate, (tf.Tensor, tf.Variable, keras.Variable, np.ndarray))
-    dtype = tf.as_dtype(rate.dtype) if numeric else tf.string
-    scalar = numeric and tf.TensorShape(rate.shape).rank in (0, None)
-    if not scalar or not (dtype.is_floating or dtype.is_integer):
-        got = f"shape {tuple(rate.shape)} and dtype {dtype.name}" if numeric else described(rate)
-        if hasattr(rate, "peek"):
-            cause, fix = "A scheduler gives the rates of each step", "scheduler.step()"
-        elif isinstance(rate, str):
-            cause, fix = "A text is no number", "float(lr)"
-        else:
-            cause = "Several rates belong to several groups"
-            fix = "tfloop.ModuleLearningRate(base).with_group(group, lr)"
-        raise TypeError(
-            f"`{STEP}` got {got} as {what}, expected a number, a scalar tensor or variable, "
-            f"a ModuleLearningRate, or None. {cause}. Write `{fix}`."
-        )
-    tensor = tf.convert_to_tensor(rate)
-    return tensor if tensor.shape.rank == 0 else tf.ensure_shape(tensor, ())
-
-
-def assert_sound(rate: tf.Tensor) -> list[tf.Operation]:
-    """An assertion that a rate is finite and not negative, where that isn't known yet."""
-    if tf.get_static_value(rate) is not None:
-        return []
-    message = (
-        f"`{STEP}` got a rate that is not sound, expected a finite number of at least 0. A "
-        "schedule or a division went wrong, or a loss was not finite. Check it: `tf.print(lr)`. "
-        "The rate was:"
-    )
-    number = rate if rate.dtype.is_floating else tf.cast(rate, tf.float64)
-    # The root of a negative number is NaN; small steps feel each operation.
-    sound = tf.math.is_finite(tf.sqrt(number))
-    return [tf.raw_ops.Assert(condition=sound, data=[message, number])]
-
-
 def assert_current(version: int, routing: tf.Variable) -> list[tf.Operation]:
-    """In a trace, an assertion that the routing is still the one that was traced.
-
-    `compile` traces again in time, and needs none. This is for a `tf.function` of the user's, also
-    one that a compiled step calls.
-    """
-    if tf.executing_eagerly() or traces.is_current():
-        return []
+    """In a trace, an assertion that the routing is still the one that was traced."""
     message = (
         f"`{STEP}` ran in a tf.function that is too old: got the routing of its trace, expected "
-        "the present one. A group or a clipping was changed, or a parameter thawed, and a trace "
+        "the present one. A group or a clipping was changed, or a parameter unfrozen, and a trace "
         "keeps what it was made with. Call `optim.build(model)` before tracing, or let "
         "`tfloop.compile(step)` trace again by itself."
     )
-    fresh = tf.equal(routing, tf.constant(version, routing.dtype))
-    return [tf.raw_ops.Assert(condition=fresh, data=[message])]
+    return traces.assert_fresh(version, routing, message)
 
 
 def assert_born(unborn: Sequence[str]) -> list[tf.Operation]:
@@ -123,7 +45,7 @@ def assert_born(unborn: Sequence[str]) -> list[tf.Operation]:
 
 def check_born_on_replicas(call: str, parameters: Mapping[str, Variable]) -> None:
     """Refuses parameters that are born in the trace of a replica, where nothing fills them."""
-    if placement.count() == 1:
+    if contexts.count() == 1:
         return
     unborn = traces.eagerly(lambda: [path for path, v in parameters.items() if not has_value(v)])
     if unborn:

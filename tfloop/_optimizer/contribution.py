@@ -4,7 +4,9 @@ Makes one thing of a `GradientsParams` and of an accumulator's window, so that a
 which it got. What all replicas have together is `reduction`'s business.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -14,15 +16,34 @@ from tfloop._checks.messages import described
 from tfloop._gradients.params import GradientsParams
 from tfloop._model.paths import AddressBook
 from tfloop._optimizer.checks import STEP
-from tfloop._replicas import placement
-from tfloop._replicas.reduction import Total, check_counts, moved_state, total
+from tfloop._replicas import contexts
+from tfloop._replicas.reduction import (
+    KINDS,
+    Contribution,
+    Reduction,
+    Total,
+    check_counts,
+    moved_state,
+)
 from tfloop._tensors.counts import checked_weight
 
-_WINDOW = ""  # beside the paths: has the window itself got anything?
+Source = GradientsParams | GradientsAccumulator
 
 
-class Contribution:
-    """The gradients of this replica, until they are taken.
+def turn_at(source: Source) -> AbstractContextManager:
+    """Held while a step uses a window, so that no other thread adds to it meanwhile."""
+    return source._lock if isinstance(source, GradientsAccumulator) else contextlib.nullcontext()
+
+
+def contribution_of(
+    source: Source,
+    model: Any,
+    book: AddressBook,
+    weight: Any,
+    reduction: Reduction,
+    served: Callable[[Iterable[str]], list[str]],
+) -> Contribution:
+    """What a replica brings by what it was given; nothing is used up yet.
 
     Args:
       source: A `GradientsParams`, or a `GradientsAccumulator`.
@@ -30,105 +51,70 @@ class Contribution:
       book: The root's.
       weight: As in `ModuleOptimizer.step`.
       reduction: The optimizer's.
-
-    Attributes:
-      grads: Path -> gradient; of a window the sums.
+      served: Those of some paths that anything updates; the gradients of others stay here.
 
     Raises:
       ValueError: A weight that has nothing to weigh, or what `checked` and `window` raise.
     """
-
-    def __init__(
-        self,
-        source: GradientsParams | GradientsAccumulator,
-        model: Any,
-        book: AddressBook,
-        weight: Any,
-        reduction: str | None,
-    ) -> None:
-        self._source = source
-        self._reduction = reduction
-        self._weight = _weight_of(source, weight, reduction)
-        self._present: dict[str, tf.Tensor] | None = None
-        self._is_sum = False
-        self._is_filled: tf.Tensor | None = None  # the window, by any replica
-        if isinstance(source, GradientsAccumulator):
-            window = source.window(model, STEP)
-            self.grads, self._present = window.sums, window.present
-            self._is_filled = tf.convert_to_tensor(source.count) > 0
-            if window.weight is not None:
-                self._weight, self._is_sum = window.weight, True
-        else:
-            self.grads = source.checked(book, STEP)
-
-    def reduced(self, paths: Iterable[str], book: AddressBook) -> Total:
-        """Those of some paths, of all replicas, divided by their weights."""
-        grads = {path: self.grads[path] for path in paths}
-        present = None
-        if self._present is not None:
-            present = {path: self._present[path] for path in grads}
-            present[_WINDOW] = self._is_filled
-        statistics = {}
-        if placement.count() > 1:
-            moved = moved_state(book)
-            statistics = {path: tf.convert_to_tensor(v) for path, v in moved.items()}
-        share = placement.share()
-        found = total(
-            grads,
-            self._weight,
-            reduction=self._reduction,
-            present=present,
-            weighed=self._is_sum,
-            statistics=statistics,
-            rows=None if share is None else tf.cast(share.rows, tf.float32),
-        )
-        if found.present is not None:
-            self._is_filled = found.present.pop(_WINDOW)
-        if found.present is not None and found.weight is not None:
-            # XLA drops the checks: there, a window that weighs nothing leaves all as it is.
-            counts = found.weight > 0
-            flags = {path: tf.logical_and(flag, counts) for path, flag in found.present.items()}
-            found = found._replace(present=flags)
-        return found
-
-    def checks(self, found: Total) -> list[tf.Operation]:
-        """Refuses what is empty or counts nothing, in a trace when it runs."""
-        if isinstance(self._source, GradientsAccumulator):
-            weight = found.weight if self._is_sum else None
-            return self._source.checks(STEP, weight, self._is_filled)
-        return check_counts(STEP, found.weight)
-
-    def take(self) -> None:
-        """Uses them up."""
-        if isinstance(self._source, GradientsAccumulator):
-            self._source.reset()
-        else:
-            self._source._consume(STEP)
+    weight = _weight_of(source, weight, reduction)
+    statistics, share = {}, contexts.share()
+    if contexts.count() > 1:
+        statistics = {path: tf.convert_to_tensor(v) for path, v in moved_state(book).items()}
+    rows = None if share is None else tf.cast(share.rows, tf.float32)
+    if isinstance(source, GradientsParams):
+        grads = source.checked(book, STEP)
+        grads = {path: grads[path] for path in served(grads)}
+        return Contribution(grads, weight, statistics=statistics, rows=rows)
+    window = source.window(model, STEP)
+    grads = {path: window.sums[path] for path in served(window.sums)}
+    weighed = window.weight is not None
+    return Contribution(
+        grads,
+        weight=window.weight if weighed else weight,
+        weighed=weighed,
+        present=window.present and {path: window.present[path] for path in grads},
+        filled=tf.convert_to_tensor(source.count) > 0,
+        statistics=statistics,
+        rows=rows,
+    )
 
 
-def _weight_of(
-    source: GradientsParams | GradientsAccumulator, weight: Any, reduction: str | None
-) -> tf.Tensor | None:
-    """How much this replica counts, or `None` where all count alike."""
+def checks_of(source: Source, contribution: Contribution, total: Total) -> list[tf.Operation]:
+    """Refuses what is empty or counts nothing, in a trace when it runs."""
+    if isinstance(source, GradientsAccumulator):
+        return source.checks(STEP, total.weight if contribution.weighed else None, total.filled)
+    return check_counts(STEP, total.weight)
+
+
+def use_up(source: Source) -> None:
+    """Empties a window, or marks gradients as consumed."""
+    if isinstance(source, GradientsAccumulator):
+        source.reset()
+    else:
+        source._consume(STEP)
+
+
+def _weight_of(source: Source, weight: Any, reduction: Reduction) -> tf.Tensor | None:
+    """How much this replica counts, or `None` where all count the same."""
     accumulator = source if isinstance(source, GradientsAccumulator) else None
     if weight is not None:
-        own = accumulator is not None and accumulator.reduction == "mean"
-        if own or reduction != "mean":
+        own = accumulator is not None and KINDS[accumulator.reduction].weighs
+        if own or not reduction.weighs:
             other = "an accumulator that has weights of its own" if own else "no mean"
             raise ValueError(
                 f"`{STEP}` got weight={described(weight)} with {other}, expected none: nothing "
                 "is left to be weighed. Leave it out: `optim.step(lr, model, grads)`."
             )
         return checked_weight(STEP, weight)
-    share = placement.share()
-    if share is None or reduction is None:
+    share = contexts.share()
+    if share is None or not reduction.sends:
         return None
     if accumulator is None:
-        return tf.cast(share.rows, tf.float64) if reduction == "mean" else None
-    if reduction == "sum" and accumulator.reduction == "sum":
+        return tf.cast(share.rows, tf.float64) if reduction.weighs else None
+    if not (reduction.weighs or KINDS[accumulator.reduction].weighs):
         raise ValueError(
             f"`{STEP}` got sums that were weighed by each replica's share of the batch, and "
-            "reduction='sum', expected 'mean': shares are parts of a mean. Write "
+            f"reduction={reduction.name!r}, expected 'mean': shares are parts of a mean. Write "
             "`tfloop.ModuleOptimizer(optimizer)`, or distribute the batch yourself and call "
             "`strategy.run`."
         )

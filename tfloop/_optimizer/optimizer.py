@@ -1,15 +1,9 @@
-"""`ModuleOptimizer`: state and routing by path, and the order of a step.
+"""`ModuleOptimizer`: what a user says to an optimizer, and is told by it.
 
-A step goes reduce, finite?, clip, rate, update; all its checks come before its first change. Who
-owns which parameter is decided in `routing`, what replicas have together in `reduction`, how one
-group's variables are updated is `update`'s business, and how state is written down `record`'s.
+The groups and their state are the `assembly`'s, the order of an update is in `step`.
 """
 
-import contextlib
 import copy
-import functools
-import threading
-from collections.abc import Callable
 from typing import Any, Self
 
 import tensorflow as tf
@@ -17,36 +11,21 @@ import tensorflow as tf
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import described, not_pickled
+from tfloop._clipping.clipping import GradientClipping
 from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup, as_group
-from tfloop._model.paths import AddressBook, address_book, root_key
 from tfloop._optimizer import record, summary
-from tfloop._optimizer.checks import (
-    STEP,
-    as_rate,
-    assert_born,
-    assert_current,
-    assert_sound,
-    check_born_on_replicas,
-)
-from tfloop._optimizer.clipping import GradientClipping
-from tfloop._optimizer.contribution import Contribution
-from tfloop._optimizer.keras_optimizer import as_keras_optimizer
-from tfloop._optimizer.routing import (
-    Group,
-    check_clipping,
-    check_groups_of_rates,
-    check_no_complex,
-    owners,
-)
-from tfloop._optimizer.update import GroupUpdate, State
-from tfloop._replicas import placement
-from tfloop._replicas.reduction import check_reduction
-from tfloop._tensors import sparse
-from tfloop._tensors.sparse import Gradient
+from tfloop._optimizer.assembly import Assembly
+from tfloop._optimizer.checks import STEP
+from tfloop._optimizer.contribution import turn_at
+from tfloop._optimizer.rates import rates_of
+from tfloop._optimizer.routing import Group, check_clipping
+from tfloop._optimizer.step import take_step
+from tfloop._replicas import contexts
+from tfloop._replicas.reduction import KINDS, reduction_of
 from tfloop._tracing import traces
-from tfloop.schedulers._rates import ModuleLearningRate
+from tfloop._update.keras_optimizer import as_keras_optimizer
 
 
 class ModuleOptimizer(tf.train.experimental.PythonState):
@@ -55,9 +34,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     The optimizer given here serves every parameter that no group takes. A step consumes the
     gradients. Its order is: reduce over replicas, skip if not finite (where asked for), clip per
     group, rate, then the Keras update with its decay. A parameter without a gradient is untouched:
-    no decay, no change of its state. Each group counts
-    the steps that it took part in; bias correction, Keras schedules and moving averages follow
-    that count. State is made by `build`, which the first step calls.
+    no decay, no change of its state. Each group counts the steps that it took part in; bias
+    correction, Keras schedules and moving averages follow that count. State is made by `build`,
+    which the first step calls.
 
     A `tf.train.Checkpoint` saves the state of every parameter by path; restoring checks
     everything before it changes anything, and doesn't depend on the order of the groups.
@@ -112,32 +91,24 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     ) -> None:
         call = "ModuleOptimizer(optimizer)"
         optimizer = as_keras_optimizer(optimizer, call)  # None can freeze a group, not everything
-        check_reduction(call, reduction)
+        fix = (
+            "None is for gradients that are reduced already; a loss that is a mean over each "
+            "replica's batch takes the mean: `tfloop.ModuleOptimizer(optimizer, reduction='mean')`."
+        )
+        reduced = reduction_of(call, reduction, KINDS, fix)
         if scaler is not None and not isinstance(scaler, LossScaler):
             raise TypeError(
                 f"`{call}` got {described(scaler)} as scaler, expected a LossScaler or None. "
                 "Write `tfloop.ModuleOptimizer(optimizer, scaler=tfloop.LossScaler())`."
             )
-        self._strict = strict
-        self._reduction = reduction
-        self._skips = bool(skip_nonfinite) or scaler is not None
         self._fused = bool(fused)
-        self._groups = [Group(ParamGroup.all(), optimizer, clipping, call, fused=self._fused)]
-        self._model: Any = None
-        self._book: AddressBook | None = None
-        self._owner: dict[str, int] = {}
-        self._pending: bytes | None = None
-        self._checked_rates: Any = None
-        self._is_new_copy = False  # which may still go on with a copy of the model
-        self._version = 0
-        self._lock = threading.RLock()
-        counter = {"dtype": tf.int64, "trainable": False}
-        self._iterations, self._skipped, self._routing = traces.eagerly(
-            lambda: [
-                tf.Variable(0, name=n, **counter) for n in ("iterations", "skipped", "routing")
-            ]
+        self._assembly = Assembly(
+            Group(ParamGroup.all(), optimizer, clipping, call, fused=self._fused),
+            reduced,
+            scaler=scaler,
+            skips=bool(skip_nonfinite) or scaler is not None,
+            strict=strict,
         )
-        self._scaler = scaler
         if scaler is not None:
             scaler.own(call)
 
@@ -168,7 +139,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         """
         call = "ModuleOptimizer.with_group(group, optimizer)"
         added = Group(as_group(call, group), optimizer, clipping, call, fused=self._fused)
-        self._change([*self._groups, added])
+        self._assembly.add(added)
         return self
 
     @traces.not_converted
@@ -185,8 +156,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           TypeError: It is neither.
         """
         check_clipping(clipping, "ModuleOptimizer.with_clipping(clipping)")
-        self._groups[0].clipping = clipping
-        self._mark_changed()
+        self._assembly.set_clipping(clipping)
         return self
 
     @traces.not_converted
@@ -208,7 +178,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           ValueError: A group matches nothing, or later groups take all it matches; the optimizer
             belongs to another root; the model isn't built; a restored state doesn't fit.
         """
-        self._prepare(model, "ModuleOptimizer.build(model)")
+        self._assembly.prepare(model, "ModuleOptimizer.build(model)")
         return self
 
     @traces.not_converted
@@ -229,7 +199,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           grads: Gradients by path, consumed; or a `GradientsAccumulator`, whose window is used with
             its weights and emptied. Those of frozen parameters are dropped.
           weight: How much this replica's gradient counts in the mean over replicas: the samples or
-            tokens behind it. By default all count alike, or in `tfloop.compile(strategy=...)` by
+            tokens behind it. By default all count the same, or in `tfloop.compile(strategy=...)` by
             the rows of the batch that they got. At 0 a replica adds nothing, not even NaN. On one
             device it changes nothing.
 
@@ -244,7 +214,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           `tf.cond` there. One all-reduce for the dense gradients of each dtype, packed, and one
           for sparse ones. The state that layers move, such as the statistics of
           BatchNormalization, becomes its mean over the rows along with it: floating variables
-          made with `trainable=False` and no aggregation of their own. What is alike on all stays
+          made with `trainable=False` and no aggregation of their own. What is the same on all stays
           bit for bit; the states of a stateful RNN stay each replica's own.
 
         Raises:
@@ -260,52 +230,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 "by path. Key them: "
                 "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
             )
-        rate = lr if isinstance(lr, ModuleLearningRate) or lr is None else as_rate(lr)
-        window = (
-            grads._lock if isinstance(grads, GradientsAccumulator) else contextlib.nullcontext()
-        )
-        with placement.one_at_a_time(self._lock), placement.one_at_a_time(window):
-            self._step(rate, model, grads, weight)
+        rates = rates_of(lr)
+        optim = self._assembly
+        with contexts.one_at_a_time(optim.lock), contexts.one_at_a_time(turn_at(grads)):
+            take_step(optim, rates, model, grads, weight)
         return model
-
-    def _step(
-        self, rate: Any, model: Any, grads: GradientsParams | GradientsAccumulator, weight: Any
-    ) -> None:
-        """All of a step; nothing is changed before everything is checked."""
-        book = self._prepare(model, STEP)
-        self._is_new_copy = False
-        placement.check_context(STEP, book.variables)
-        if isinstance(rate, ModuleLearningRate):
-            self._check_groups_of(rate, book)
-        brought = Contribution(grads, model, book, weight, self._reduction)
-        routed = self._routed(brought.grads, book)
-        total = brought.reduced([path for *_, share in routed for path in share], book)
-        plans = []
-        judged = list(total.grads.values())
-        for group, update, share in routed:
-            bounded = group.clipped({path: total.grads[path] for path in share})
-            if group.clipping is not None:
-                judged += bounded.values()  # of finite gradients the norm may be infinite
-            plans.append((update, self._with_rates(rate, group, update, bounded, book)))
-        checks = self._checks(plans) + brought.checks(total)
-        finite = []
-        if self._skips:
-            flags = [sparse.all_finite(grad) for grad in judged]
-            finite = [tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)]
-        # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
-        with tf.control_dependencies(checks):
-            works = [update.prepared(parts, total.present) for update, parts in plans]
-            brought.take()
-            updated = tf.constant(bool(plans))
-            if total.present is not None and plans:
-                updated = tf.reduce_any(tf.stack(list(total.present.values())))
-            placement.once(
-                functools.partial(self._apply, [work.run for work in works]),
-                [(work.inputs, work.some) for work in works],
-                updated,
-                finite,
-                total.statistics,
-            )
 
     @traces.not_converted
     def summary(self, model: Any) -> str:
@@ -320,10 +249,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         Returns:
           The table as plain text.
         """
+        optim = self._assembly
 
         def shown() -> str:
-            book = self._prepare(model, "ModuleOptimizer.summary(model)")
-            return summary.show(summary.rows(book, self._owner, self._groups))
+            book = optim.prepare(model, "ModuleOptimizer.summary(model)")
+            return summary.show(summary.rows(book, optim.owner, optim.groups))
 
         return traces.eagerly(shown)
 
@@ -342,20 +272,21 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
           RuntimeError: The optimizer isn't built.
           KeyError: The model has no such path.
         """
-        if self._book is None:
+        optim = self._assembly
+        if optim.book is None:
             raise RuntimeError(
                 "`ModuleOptimizer.state(path)` has no state: got an optimizer that isn't built, "
                 "expected a built one. The first step builds it. Or now: `optim.build(model)`."
             )
-        traces.depends_on(self)
-        canonical = self._book.resolve(path)
+        traces.depends_on(optim)
+        canonical = optim.book.resolve(path)
         if canonical is None:
             raise KeyError(
-                f"`ModuleOptimizer.state(path)` got an unknown path: {self._book.unknown(path)} "
+                f"`ModuleOptimizer.state(path)` got an unknown path: {optim.book.unknown(path)} "
                 "`tfloop.named_parameters(model)` lists them all."
             )
-        update = self._groups[self._owner.get(canonical, 0)].update
-        slots = update.slots(canonical) if update else {}
+        update = optim.groups[optim.owner.get(canonical, 0)].update
+        slots = update.state.slots(canonical) if update else {}
         return {name: tf.convert_to_tensor(slot) for name, slot in slots.items()}
 
     def as_keras(self, model: Any) -> Any:
@@ -388,45 +319,36 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
         Under a strategy `build` puts another in its place.
         """
-        traces.depends_on(self)
-        return self._iterations
+        traces.depends_on(self._assembly)
+        return self._assembly.iterations
 
     @property
     def skipped(self) -> tf.Variable:
         """The steps that were left out for a gradient that wasn't finite, like `iterations`."""
-        traces.depends_on(self)
-        return self._skipped
+        traces.depends_on(self._assembly)
+        return self._assembly.skipped
 
     @property
     def scaler(self) -> LossScaler | None:
         """The scaler that was given; `Tape(scaler=optim.scaler)` takes it, `None` too."""
-        return self._scaler
+        return self._assembly.scaler
 
     @property
     def reduction(self) -> str | None:
         """How the gradients of replicas become one."""
-        return self._reduction
+        return self._assembly.reduction.name
 
     @property
     def root(self) -> Any:
         """The model that the optimizer was built with, or `None`."""
-        return self._model
-
-    def fingerprint(self) -> object:
-        """What of this optimizer a trace bakes in; see `traces`."""
-        return [self._version, *[g.update.rate_changes for g in self._groups if g.update]]
-
-    def refresh(self) -> None:
-        """Asks the functions given as rates, for the compiled step that comes next."""
-        for group in self._groups:
-            if group.update is not None:
-                group.update.refresh()
+        return self._assembly.model
 
     def serialize(self) -> bytes:
         """The state as bytes, for `tf.train.Checkpoint`."""
-        if self._pending is not None:
-            return self._pending
-        return record.dump(self.records()) if self._book is not None else b""
+        optim = self._assembly
+        if optim.pending is not None:
+            return optim.pending
+        return record.dump(optim.records()) if optim.book is not None else b""
 
     def deserialize(self, state: bytes) -> None:
         """Takes over a state from `tf.train.Checkpoint`, or nothing if it doesn't fit.
@@ -436,12 +358,12 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         Raises:
           ValueError: Another optimizer; missing, extra or misshapen entries; a damaged record.
         """
-        if self._book is not None:
-            record.load(state, self.records())
+        if self._assembly.book is not None:
+            record.load(state, self._assembly.records())
             return
         if state:
             record.parse(state)
-        self._pending = state or None
+        self._assembly.pending = state or None
 
     def __copy__(self) -> Self:
         """As `copy.deepcopy`: two optimizers can't share state."""
@@ -452,23 +374,16 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
         It goes on with the same model, or with a copy of that: its first step decides.
         """
+        optim = self._assembly
         twin = type(self)(
             "sgd",
-            reduction=self._reduction,
-            scaler=copy.deepcopy(self._scaler, memo),
-            skip_nonfinite=self._skips,
-            strict=self._strict,
+            reduction=optim.reduction.name,
+            scaler=copy.deepcopy(optim.scaler, memo),
+            skip_nonfinite=optim.skips,
+            strict=optim.strict,
             fused=self._fused,
         )
-        twin._pending = self._pending
-        twin._groups = [group.twin(memo) for group in self._groups]
-        if self._book is not None:
-            twin._build(self._model, self._book, twin._groups)
-            twin._is_new_copy = True
-            if id(self._model) in memo:
-                twin.build(memo[id(self._model)])
-        twin._iterations.assign(self._iterations)
-        twin._skipped.assign(self._skipped)
+        twin._assembly.become(optim, memo)
         return with_attributes_of(self, twin, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -477,225 +392,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
 
     def __repr__(self) -> str:
         """The groups in the order in which they are asked, the last one first."""
-        rows = [f"  {group}" for group in reversed(self._groups)]
-        steps = f", {int(self._iterations.numpy())} steps" if tf.executing_eagerly() else ""
-        root = self._book.description if self._book else "not built"
+        optim = self._assembly
+        rows = [f"  {group}" for group in reversed(optim.groups)]
+        steps = f", {int(optim.iterations.numpy())} steps" if tf.executing_eagerly() else ""
+        root = optim.book.description if optim.book else "not built"
         return "\n".join([f"ModuleOptimizer({root}{steps}", *rows, ")"])
-
-    def _prepare(self, model: Any, call: str) -> AddressBook:
-        """Builds for the root, or checks that it is ours and follows what has changed in it."""
-        key = root_key(model, call)
-        book = address_book(model, call)
-        with self._lock:  # no replica waits for another in here
-            if self._book is not None and key != self._book.key:
-                if not (self._is_new_copy and self._book.is_like(book)):
-                    raise ValueError(_why_another_root(call, self._book, book))
-                traces.eagerly(lambda: self._move(book))
-            if book is not self._book or self._lacks_state(book):
-                check_born_on_replicas(call, book.parameters())
-                traces.eagerly(lambda: self._build(model, book, self._groups))
-        traces.depends_on(book)
-        traces.depends_on(self)
-        return book
-
-    def _move(self, book: AddressBook) -> None:
-        """Leaves the root for a copy of it; `_build` does the rest."""
-        assert self._book is not None  # or there is nothing to leave
-        for group in self._groups:
-            group.move(self._book, book)
-
-    def _lacks_state(self, book: AddressBook) -> bool:
-        """Has a parameter no slots yet, or the value by now that they wait for?"""
-        updates = ((path, self._groups[self._owner[path]].update) for path in book.parameters())
-        if any(update and path not in update.variables for path, update in updates):
-            return True
-        return any(group.update and group.update.state.can_begin() for group in self._groups)
-
-    def _build(self, model: Any, book: AddressBook, groups: list[Group]) -> None:
-        """Routes and makes state; changes nothing before all checks have passed."""
-        check_no_complex(book, groups)
-        owner, states = self._with_states(book, groups)
-        restored = []
-        if self._pending is not None:
-            restored = record.assignments(record.parse(self._pending), self.records(states))
-        for update, state in states:
-            update.state = state
-        for variable, value in restored:
-            variable.assign(value)
-        if not any(state.waiting for _, state in states):
-            self._pending = None  # else it is needed once more
-        home = list(book.variables.values())
-        for name in ("_iterations", "_skipped", "_routing"):
-            moved = placement.at_home(getattr(self, name), home, placement.ALIKE)
-            setattr(self, name, moved)
-        if self._scaler is not None:
-            self._scaler.move_home(home)
-        placement.spread_seeds(home)
-        self._model, self._book, self._owner, self._groups = model, book, owner, groups
-        self._mark_changed()
-
-    def _with_states(
-        self, book: AddressBook, groups: list[Group]
-    ) -> tuple[dict[str, int], list[tuple[GroupUpdate, State]]]:
-        """Who owns which path, and state for all; changes nothing."""
-        owner = owners(book, groups, self._strict)
-        trainable = book.parameters()
-        states = []
-        for index, group in enumerate(groups):
-            if group.update is None:
-                continue
-            served = {
-                path: book.variables[path]
-                for path, owned_by in owner.items()
-                if owned_by == index and (path in trainable or path in group.update.variables)
-            }
-            states.append((group.update, group.update.state_for(served)))
-        return owner, states
-
-    def first_records(self, model: Any) -> tuple[list[record.GroupRecord], dict[int, Any]]:
-        """The state that this optimizer would begin with; it isn't built by this.
-
-        Returns:
-          The records, and id of a variable -> the restored value that waits for it.
-        """
-        book = address_book(model)
-        _, states = traces.eagerly(lambda: self._with_states(book, self._groups))
-        records = self.records(states)
-        if self._pending is None:
-            return records, {}
-        waiting = record.assignments(record.parse(self._pending), records)
-        return records, {id(variable): value for variable, value in waiting}
-
-    def _change(self, groups: list[Group]) -> None:
-        """Takes over a new list of groups, at once where the optimizer is built."""
-        with self._lock:
-            if self._book is None:
-                self._groups = groups
-            else:
-                book, model = self._book, self._model
-                traces.eagerly(lambda: self._build(model, book, groups))
-
-    def _mark_changed(self) -> None:
-        """Makes older traces stale: ours look at the version, others at the variable."""
-        self._version += 1
-        traces.eagerly(lambda: self._routing.assign(self._version))
-
-    def _routed(
-        self, grads: dict[str, Gradient], book: AddressBook
-    ) -> list[tuple[Group, GroupUpdate, dict[str, Gradient]]]:
-        """Each group's share; frozen parameters drop out."""
-        trainable = book.parameters()
-        shares: dict[int, tuple[Group, GroupUpdate, dict[str, Gradient]]] = {}
-        for path in (path for path in grads if path in trainable):
-            index = self._owner[path]
-            group, update = self._groups[index], self._groups[index].update
-            if update is not None:
-                shares.setdefault(index, (group, update, {}))[-1][path] = grads[path]
-        return list(shares.values())
-
-    def _check_groups_of(self, rate: ModuleLearningRate, book: AddressBook) -> None:
-        """Refuses a group of rates that no parameter is in, most likely misspelt; once for each."""
-        seen = (book, rate.groups)
-        if not self._strict or seen == self._checked_rates:
-            return
-        check_groups_of_rates(STEP, rate.groups, book)
-        self._checked_rates = seen
-
-    def _with_rates(
-        self,
-        rate: Any,
-        group: Group,
-        update: GroupUpdate,
-        share: dict[str, Gradient],
-        book: AddressBook,
-    ) -> list[tuple[tf.Tensor, dict[str, Gradient]]]:
-        """A group's gradients, parted by the rate they take."""
-        if rate is None:
-            return [(as_rate(update.own_rate(), f"the rate of {group.group}"), share)]
-        if not isinstance(rate, ModuleLearningRate):
-            return [(rate, share)]
-        parts: dict[int, dict[str, Gradient]] = {}
-        for path, grad in share.items():
-            bucket = rate.bucket_of(book.paths_of(path), book.variables[path])
-            parts.setdefault(bucket, {})[path] = grad
-        if len(parts) > 1 and not update.takes_several_rates():
-            raise ValueError(
-                f"`{STEP}` got {len(parts)} rates for the group {group.group}, expected one: "
-                f"{update.name} moves state that its variables share, once per update. "
-                "Give each rate a group of its own: `optim.with_group(group, optimizer)`."
-            )
-        rates = rate.rates()
-        return [(as_rate(rates[bucket]), part) for bucket, part in parts.items()]
-
-    def _apply(
-        self,
-        runs: list[Callable[..., None]],
-        strategy: Any,
-        inputs: list[Any],
-        updated: tf.Tensor,
-        finite: list[tf.Tensor],
-        statistics: dict[str, tf.Tensor],
-    ) -> None:
-        """All changes of one step, once for all replicas."""
-        assert self._book is not None  # `_prepare` has built it
-
-        def change() -> tf.Tensor:
-            for run, (values, some) in zip(runs, inputs, strict=True):
-                run(strategy, values, some)
-            placement.update(strategy, self._iterations, _add, updated)
-            return tf.constant(0)
-
-        with self._lock:  # a trace, too, sets a rate on the Keras optimizer for a while
-            if finite:
-                sound = placement.agreed(strategy, finite[0])
-                tf.cond(sound, change, lambda: tf.constant(0))
-                placement.update(strategy, self._skipped, _add, tf.logical_not(sound))
-                if self._scaler is not None:
-                    self._scaler.adapt(strategy, sound)
-            else:
-                change()
-            for path, mean in statistics.items():
-                placement.assign(strategy, self._book.variables[path], mean)
-
-    def _checks(self, plans: list[tuple[GroupUpdate, list]]) -> list[tf.Operation]:
-        """What can only be known when the step runs."""
-        rates = {id(rate): rate for _, parts in plans for rate, _ in parts}
-        sound = [check for rate in rates.values() for check in assert_sound(rate)]
-        unborn = [path for update, _ in plans for path in update.state.waiting]
-        return [*assert_current(self._version, self._routing), *assert_born(unborn), *sound]
-
-    def records(
-        self, states: list[tuple[GroupUpdate, State]] | None = None
-    ) -> list[record.GroupRecord]:
-        """The live state, or one that is about to be, as `record` writes and restores it."""
-        if states is None:
-            states = [(group.update, group.update.state) for group in self._groups if group.update]
-        groups = [
-            record.GroupRecord(
-                update.name,
-                {path: state.slots(path) for path in state.variables},
-                state.counters() | update.rate_variable(),
-            )
-            for update, state in states
-            if state.variables
-        ]
-        counters = {"iterations": self._iterations, "skipped": self._skipped}
-        if self._scaler is not None:
-            counters |= self._scaler.variables()
-        totals = record.GroupRecord("ModuleOptimizer", {}, counters)
-        return [*groups, totals]
-
-
-def _why_another_root(call: str, ours: AddressBook, theirs: AddressBook) -> str:
-    """Names both roots, and says whether they share variables."""
-    shared = [path for path, v in theirs.variables.items() if ours.path_of(v) is not None]
-    relation = f"which shares {len(shared)} of its variables" if shared else "another model"
-    return (
-        f"`{call}` got {theirs.description}, {relation}, expected {ours.description}, which "
-        "this optimizer was built with. State and paths belong to one root. Pass that root, "
-        "or make another optimizer: `tfloop.ModuleOptimizer(...)`."
-    )
-
-
-def _add(counter: tf.Variable, one: tf.Tensor) -> None:
-    counter.assign_add(tf.cast(one, counter.dtype))

@@ -159,7 +159,7 @@ def _matched(
 ) -> list[tuple[tf.Variable, np.ndarray]]:
     """Pairs of live variable and saved value, the same keys, shapes and dtypes on both sides.
 
-    The saved group may hold more parameters than this one: it may have been parted since.
+    The saved group may hold more parameters than this one: it may have been split since.
     """
     live = group.variables()
     members = {"", *group.slots}

@@ -6,19 +6,21 @@ business, what a `ParamGroup` matches `group`'s.
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfloop._checks.messages import described, listed, table_text
+from tfloop._clipping.clipper import Clipper
+from tfloop._clipping.clipping import GradientClipping
 from tfloop._groups.group import ParamGroup, near_misses
-from tfloop._model.paths import AddressBook, tf_variable
-from tfloop._optimizer.clipping import GradientClipping
-from tfloop._optimizer.keras_optimizer import as_keras_optimizer
-from tfloop._optimizer.update import GroupUpdate
-from tfloop._tensors import overwritten
+from tfloop._model.paths import AddressBook, Variable, tf_variable
+from tfloop._optimizer.record import GroupRecord
 from tfloop._tensors.sparse import Gradient
+from tfloop._update.keras_optimizer import as_keras_optimizer
+from tfloop._update.slots import OptimizerState
+from tfloop._update.update import GroupUpdate
 
 
 class Group:
@@ -36,7 +38,7 @@ class Group:
         check_clipping(clipping, call)
         self.group = group
         self.update: GroupUpdate | None = None
-        self.clipping = clipping
+        self.clipper: Clipper | None = None
         if optimizer is None:
             if clipping is not None:
                 raise ValueError(
@@ -52,12 +54,22 @@ class Group:
                 f"`{call}` got two clippings: {clipping} and the optimizer's own {own}, expected "
                 f"one. Leave one out: `keras.optimizers.{self.update.name}()`."
             )
-        self.clipping = clipping or own
+        self.set_clipping(clipping or own)
+
+    @property
+    def clipping(self) -> GradientClipping | None:
+        """How its gradients are clipped, by its own argument or by that of its optimizer."""
+        return None if self.clipper is None else self.clipper.clipping
+
+    def set_clipping(self, clipping: GradientClipping | None) -> None:
+        """Clips so from now on; what the former one remembered is dropped."""
+        self.clipper = None if clipping is None else Clipper(clipping)
 
     def twin(self, memo: dict) -> "Group":
         """One of its own with equal state."""
         twin = copy.copy(self)
         twin.update = self.update and self.update.twin(memo)
+        twin.clipper = self.clipper and self.clipper.twin()
         return twin
 
     def move(self, old: AddressBook, new: AddressBook) -> None:
@@ -66,13 +78,29 @@ class Group:
         if self.update is not None:
             self.update.move({path: new.variables[path] for path in self.update.variables})
 
-    def clipped(self, share: dict[str, Gradient]) -> dict[str, Gradient]:
-        """Its gradients within the bound; what overwrites a variable is no gradient to bound."""
-        if self.clipping is None:
-            return share
-        bounded, _ = overwritten.parted(share)
-        clipped = self.clipping.clip(list(bounded.values()))
-        return share | dict(zip(bounded, clipped, strict=True))
+    def take_over(self, state: OptimizerState) -> None:
+        """Goes on with state that was made for the variables that it serves now."""
+        assert self.update is not None  # frozen groups get none
+        self.update.state = state
+
+    def place_with(self, variables: Iterable[Variable]) -> None:
+        """Puts what stands beside the slots where the variables of the model are."""
+        if self.clipper is not None:
+            self.clipper.place_with(variables)
+
+    def record(self, state: OptimizerState) -> GroupRecord:
+        """Its state as it is written down, with slots and counters of the live one or a new."""
+        assert self.update is not None  # frozen groups have none
+        slots = {path: state.slots(path) for path in state.variables}
+        clipping = {} if self.clipper is None else self.clipper.variables()
+        counters = state.counters() | self.update.rate.variables() | clipping
+        return GroupRecord(self.update.name, slots, counters)
+
+    def clipped(
+        self, share: dict[str, Gradient], variables: Mapping[str, Variable]
+    ) -> tuple[dict[str, Gradient], list[tf.Tensor]]:
+        """Its gradients within the bound, and what its clipping is to remember."""
+        return (share, []) if self.clipper is None else self.clipper.clip(share, variables)
 
     def __str__(self) -> str:
         if self.update is None:

@@ -34,10 +34,10 @@ def _row(path: str, book: AddressBook, group: Group, trainable: bool) -> list[st
     if update is None or not trainable:
         kind = update.name if update else "-"
         return [path, shape, str(group.group), kind, "-", "-", "-", "frozen"]
-    clipping = f"{group.clipping.kind} {group.clipping.limit:g}" if group.clipping else "-"
+    clipping = group.clipping.label if group.clipping else "-"
     rate = f"{float(tf.convert_to_tensor(update.own_rate())):.6g}"
-    schedule = update.schedule_name()
-    decay = update.decay_of(path)
+    schedule = update.rate.schedule_name()
+    decay = update.state.decay_of(path)
     return [
         path,
         shape,

@@ -5,36 +5,31 @@ Shared by `GradientsAccumulator` and `microbatch`, so that they agree on every c
 
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from tfloop._checks.messages import described
+from tfloop._checks.arguments import is_number, wrong_scalar
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 
 
 def checked_weight(call: str, weight: Any) -> tf.Tensor:
     """A weight as a float64 scalar; a bad one raises, in a trace when it runs."""
-    if isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool):
-        tensor = tf.constant(float(weight), tf.float64)
-    elif isinstance(weight, (tf.Tensor, tf.Variable, keras.Variable, np.ndarray)):
-        tensor = tf.convert_to_tensor(weight)
-        if tensor.shape.rank not in (0, None):
-            raise ValueError(
-                f"`{call}` got a weight of shape {tuple(tensor.shape)}, expected a scalar. It is "
-                "the number of samples or tokens behind the gradients. Sum it: "
-                "`weight=tf.reduce_sum(mask)`."
-            )
-    else:
-        tensor = None
-    if tensor is None or not (tensor.dtype.is_floating or tensor.dtype.is_integer):
-        got = described(weight) if tensor is None else f"dtype {tensor.dtype.name}"
-        raise TypeError(
-            f"`{call}` got {got} as weight, expected a number or a scalar tensor of one. It is the "
-            "number of samples or tokens behind the gradients: `weight=tf.shape(x)[0]`."
+    wrong = wrong_scalar(weight)
+    if wrong is not None and wrong.has_axes:
+        raise ValueError(
+            f"`{call}` got a weight of {wrong.got}, expected a scalar. It is the number of samples "
+            "or tokens behind the gradients. Sum it: `weight=tf.reduce_sum(mask)`."
         )
-    tensor = tf.cast(tensor, tf.float64)
+    if wrong is not None:
+        raise TypeError(
+            f"`{call}` got {wrong.got} as weight, expected a number or a scalar tensor of one. It "
+            "is the number of samples or tokens behind the gradients: `weight=tf.shape(x)[0]`."
+        )
+    if is_number(weight):
+        tensor = tf.constant(float(weight), tf.float64)
+    else:
+        tensor = tf.cast(tf.convert_to_tensor(weight), tf.float64)
     value = tf.get_static_value(tensor)
     if value is None:
         sound = tf.logical_and(tf.math.is_finite(tensor), tensor >= 0)

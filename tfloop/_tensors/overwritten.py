@@ -35,7 +35,7 @@ def is_value(path: str) -> bool:
     return isinstance(path, ValuePath)
 
 
-def parted(grads: Mapping[str, Gradient]) -> tuple[dict[str, Gradient], dict[str, Gradient]]:
+def split(grads: Mapping[str, Gradient]) -> tuple[dict[str, Gradient], dict[str, Gradient]]:
     """The gradients, and the values."""
     values = {path: value for path, value in grads.items() if is_value(path)}
     return {path: grad for path, grad in grads.items() if path not in values}, values

@@ -63,6 +63,23 @@ def is_current() -> bool:
     return not tf.executing_eagerly() and id(tf.compat.v1.get_default_graph()) in _recorders
 
 
+def assert_fresh(version: int, present: tf.Variable, message: str) -> list[tf.Operation]:
+    """In a trace, an assertion that state is still that of the version that was traced.
+
+    `compile` traces again in time, and needs none. This is for a `tf.function` of the user's, also
+    one that a compiled step calls.
+
+    Args:
+      version: Of the Python state that the trace bakes in.
+      present: Holds the version when the trace runs.
+      message: What is wrong where they differ.
+    """
+    if tf.executing_eagerly() or is_current():
+        return []
+    fresh = tf.equal(present, tf.constant(version, present.dtype))
+    return [tf.raw_ops.Assert(condition=fresh, data=[message])]
+
+
 _JITTED: contextvars.ContextVar[bool] = contextvars.ContextVar("jitted", default=False)
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfloop._model.paths import named_parameters
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop.schedulers._module import ModuleLrScheduler
-from tfloop.schedulers._rates import ModuleLearningRate
+from tfloop.schedulers._rates import ModuleLearningRate, values_of
 
 
 class ForCallbacks:
@@ -75,7 +75,7 @@ class Rate:
         if not isinstance(self._lr, ModuleLearningRate):
             return []
         factor = float(self.factor.numpy())
-        return [rate * factor for rate in self._lr.rates()]
+        return [rate * factor for rate in values_of(self._lr)]
 
     def rates(self, numbers: list[Any]) -> ModuleLearningRate | None:
         """The rates of this update, in the step; a scheduler counts it."""

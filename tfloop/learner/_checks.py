@@ -15,11 +15,17 @@ import tensorflow as tf
 from tfloop._checks.messages import described, listed
 from tfloop._model.paths import is_model
 from tfloop._optimizer.optimizer import ModuleOptimizer
+from tfloop._replicas.reduction import KINDS
+from tfloop.schedulers._kinds import is_schedule
 from tfloop.schedulers._module import ModuleLrScheduler
 from tfloop.schedulers._rates import ModuleLearningRate
 
 NEW = "Learner(model, optim, loss)"
 FIT = "Learner.fit(train, valid)"
+
+
+# What Keras calls the ways in which a loss puts its samples together.
+_MEANS, _WEIGHTED_MEAN, _SUMS = ("sum_over_batch_size", "mean"), "mean_with_sample_weight", ("sum",)
 
 
 class _Mean(keras.losses.Loss):
@@ -72,8 +78,8 @@ def as_loss(loss: Any, accumulate: int) -> keras.losses.Loss:
             "Nothing else says what to minimise. Write `keras.losses.MeanSquaredError()`."
         )
     found = found if isinstance(found, keras.losses.Loss) else _Mean(found)
-    allowed = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-    if found.reduction not in allowed and (found.reduction != "sum" or accumulate > 1):
+    allowed = [*_MEANS, _WEIGHTED_MEAN, *(_SUMS if accumulate == 1 else ())]
+    if found.reduction not in allowed:
         raise ValueError(
             f"`{NEW}` got the loss {found.name!r} with reduction={found.reduction!r} and "
             f"accumulate={accumulate}, expected a mean over the batch. Windows and epochs take "
@@ -81,6 +87,11 @@ def as_loss(loss: Any, accumulate: int) -> keras.losses.Loss:
             f"`keras.losses.{type(found).__name__}(..., reduction='mean')`."
         )
     return found
+
+
+def divides_by_weights(loss: keras.losses.Loss) -> bool:
+    """Is it a mean over the sample weights, where there are any, in place of the samples?"""
+    return loss.reduction == _WEIGHTED_MEAN
 
 
 def as_rates(lr: Any) -> ModuleLearningRate | ModuleLrScheduler | None:
@@ -92,7 +103,7 @@ def as_rates(lr: Any) -> ModuleLearningRate | ModuleLrScheduler | None:
     """
     if lr is None or isinstance(lr, (ModuleLearningRate, ModuleLrScheduler)):
         return lr
-    if isinstance(lr, keras.optimizers.schedules.LearningRateSchedule):
+    if is_schedule(lr):
         raise TypeError(
             f"`{NEW}` got a schedule as lr: got {type(lr).__name__}, expected what counts its "
             "steps. Wrap it: `tfloop.Learner(..., lr=tfloop.ModuleLrScheduler(schedule))`."
@@ -232,7 +243,7 @@ def check_parts(model: Any, optim: Any, strategy: Any) -> None:
             f"`{NEW}` got strategy={described(strategy)}, expected a tf.distribute.Strategy or "
             "None. Make one: `strategy=tfloop.strategy('auto')`."
         )
-    if strategy is not None and optim.reduction != "mean":
+    if strategy is not None and not KINDS[optim.reduction].weighs:
         raise ValueError(
             f"`{NEW}` got an optimizer with reduction={optim.reduction!r} and a strategy, expected "
             "'mean': losses are means over samples. Leave it out: "

@@ -29,7 +29,7 @@ from tfloop._gradients.tape import Tape, total_loss
 from tfloop._model.modes import train, valid
 from tfloop._model.paths import unwrap
 from tfloop._optimizer.optimizer import ModuleOptimizer
-from tfloop._replicas.placement import is_default
+from tfloop._replicas.contexts import is_default
 from tfloop.data import DataLoader
 from tfloop.learner._callbacks import ForCallbacks, Rate
 from tfloop.learner._checks import (
@@ -43,6 +43,7 @@ from tfloop.learner._checks import (
     check_drawn,
     check_folder,
     check_parts,
+    divides_by_weights,
     parts,
 )
 from tfloop.learner._progress import Progress
@@ -359,7 +360,7 @@ class Learner:
 
     def _weight(self, x: Any, sample_weight: Any) -> tf.Tensor:
         """What the mean over a batch counts in a mean over several."""
-        if self.loss.reduction == "mean_with_sample_weight" and sample_weight is not None:
+        if sample_weight is not None and divides_by_weights(self.loss):
             return tf.reduce_sum(sample_weight)
         return _rows(x)
 

@@ -1,19 +1,15 @@
-"""What every schedule shares: the base class, steps and rates as tensors, checks of arguments."""
+"""What every schedule shares: the base class, steps as tensors, choices of words."""
 
 import abc
 import copy
 import inspect
-import math
-import numbers
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
-from tfloop._checks.messages import described
 from tfloop._tracing.traces import not_converted
 
 ONE_AT_A_TIME = threading.RLock()
@@ -76,69 +72,6 @@ def as_step(step: Any) -> tf.Tensor:
     """A step as an int64 scalar, or float32 if it isn't whole by type."""
     step = tf.convert_to_tensor(step)
     return tf.cast(step, tf.int64 if step.dtype.is_integer else tf.float32)
-
-
-def rate_of(schedule: Any, step: tf.Tensor) -> tf.Tensor:
-    """The rate of a float or schedule at a step, as float32."""
-    rate = schedule(step) if callable(schedule) else schedule
-    return tf.cast(tf.convert_to_tensor(rate), tf.float32)
-
-
-def as_schedule(call: str, value: Any) -> Any:
-    """A schedule as it is; a number as a checked float.
-
-    Args:
-      call: The public call as typed.
-      value: What the user gave as schedule.
-
-    Raises:
-      TypeError: It is neither.
-      ValueError: The number is negative, infinite or NaN.
-    """
-    if isinstance(value, LearningRateSchedule):
-        return value
-    if not is_number(value):
-        raise TypeError(
-            f"`{call}` needs a schedule: got {described(value)}, expected a float, a Keras "
-            "LearningRateSchedule or one of tfloop.schedulers. A class must be called first, and "
-            "a function belongs in a subclass of LearningRateSchedule. Write for example "
-            "`keras.optimizers.schedules.CosineDecay(0.1, 1000)`."
-        )
-    fix = "A rate that falls is a schedule: `PolynomialDecay(0.1, 1000)`."
-    return number(call, "schedule", value, lambda rate: rate >= 0, "a finite rate >= 0", fix)
-
-
-def is_number(value: Any) -> bool:
-    """Is it a Python or NumPy number? A bool isn't one here."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def number(
-    call: str, name: str, value: Any, holds: Callable[[float], bool], expected: str, fix: str
-) -> float:
-    """A finite number for which `holds` holds.
-
-    Args:
-      call: The public call as typed.
-      name: The argument.
-      value: What was given for it.
-      holds: The condition.
-      expected: The condition in words.
-      fix: The likely cause, and the line of code to write.
-
-    Raises:
-      TypeError: It isn't a number.
-      ValueError: It isn't finite, or the condition doesn't hold.
-    """
-    if not is_number(value):
-        raise TypeError(
-            f"`{call}` needs a number: got {name}={value!r}, expected {expected}. {fix}"
-        )
-    if not (math.isfinite(value) and holds(value)):
-        raise ValueError(
-            f"`{call}` has a {name} out of range: got {value!r}, expected {expected}. {fix}"
-        )
-    return float(value)
 
 
 def choice(call: str, name: str, value: Any, options: tuple[str, ...], fix: str) -> str:

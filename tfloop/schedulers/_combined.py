@@ -6,9 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfloop._checks.arguments import whole_number
+from tfloop._checks.arguments import number, whole_number
 from tfloop._checks.messages import described
-from tfloop.schedulers._base import Schedule, as_schedule, choice, number, rate_of
+from tfloop.schedulers._base import Schedule, choice
+from tfloop.schedulers._kinds import as_schedule, rate_of
 
 _REDUCTIONS = {"prod": tf.reduce_prod, "sum": tf.reduce_sum, "mean": tf.reduce_mean}
 

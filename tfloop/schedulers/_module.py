@@ -6,11 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfloop._checks.arguments import whole_number
+from tfloop._checks.arguments import is_number, whole_number
 from tfloop._groups.group import ParamGroup, as_group
 from tfloop._tracing import traces
-from tfloop.schedulers._base import ONE_AT_A_TIME, as_schedule, as_step, is_number, rate_of
-from tfloop.schedulers._rates import ModuleLearningRate, checked_rate
+from tfloop.schedulers._base import ONE_AT_A_TIME, as_step
+from tfloop.schedulers._kinds import as_schedule, checked_rate, rate_of
+from tfloop.schedulers._rates import ModuleLearningRate, as_tensors
 
 _BASE = "base"
 
@@ -142,7 +143,7 @@ class ModuleLrScheduler(tf.Module):
         for route in self._routes:
             lr = None if route.key is None else own[route.key]
             rates.with_group(route.group, lr, multiplier=route.multiplier)
-        return rates.as_tensors()  # products taken once, here
+        return as_tensors(rates)  # products taken once, here
 
     def fingerprint(self) -> object:
         """What a trace bakes in: which groups there are."""

@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfloop._checks.arguments import whole_number
+from tfloop._checks.arguments import number, whole_number
 from tfloop._checks.messages import described
 from tfloop._tracing.traces import eagerly, not_converted
-from tfloop.schedulers._base import ONE_AT_A_TIME, Schedule, choice, number
+from tfloop.schedulers._base import ONE_AT_A_TIME, Schedule, choice
 
 _CALL = "Plateau(initial_learning_rate, ...)"
 

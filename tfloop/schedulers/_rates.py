@@ -1,22 +1,17 @@
 """ModuleLearningRate: the rates of one update, a base and one for each group."""
 
-import math
 from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
-from keras.optimizers.schedules import LearningRateSchedule
 
-from tfloop._checks.messages import described
+from tfloop._checks.arguments import TENSORS
 from tfloop._groups.group import ParamGroup, as_group
-from tfloop._groups.patterns import Variable
+from tfloop._model.paths import Variable
 from tfloop._tracing import traces
-from tfloop.schedulers._base import is_number
+from tfloop.schedulers._kinds import checked_rate
 
 _CALL = "ModuleLearningRate(base)"
 _CALL_GROUP = "ModuleLearningRate.with_group(group, lr, multiplier=...)"
-_TENSORS = (tf.Tensor, tf.Variable, keras.Variable, np.ndarray)
 
 
 class ModuleLearningRate:
@@ -89,27 +84,8 @@ class ModuleLearningRate:
         """The groups in the order in which they were added."""
         return self._groups
 
-    def bucket_of(self, paths: tuple[str, ...], variable: Variable | None = None) -> int:
-        """The index in `rates()` of a parameter's rate: its group's, or -1 for the base.
-
-        Args:
-          paths: All paths to the parameter.
-          variable: The parameter itself, for groups of variables and layers.
-        """
-        traces.depends_on(self)
-        for index in reversed(range(len(self._groups))):
-            if self._groups[index].matches_any(paths, variable):
-                return index
-        return -1
-
-    def rates(self) -> list[float | tf.Tensor]:
-        """The rate of each group in order, then the base: floats, or float32 scalars."""
-        base = self.base
-        own = [_times(base if lr is None else _read(lr), factor) for lr, factor in self._own]
-        return [*own, base]
-
     def rate_of(self, paths: tuple[str, ...], variable: Variable | None = None) -> Any:
-        """The rate of one parameter; `bucket_of` tells which parameters share theirs.
+        """The rate of one parameter.
 
         Args:
           paths: All paths to the parameter.
@@ -118,19 +94,15 @@ class ModuleLearningRate:
         Returns:
           A float, or a float32 scalar.
         """
-        return self.rates()[self.bucket_of(paths, variable)]
+        return values_of(self)[bucket_of(self, paths, variable)]
 
     def fingerprint(self) -> object:
         """What a trace bakes in: which groups there are."""
         return self._groups
 
-    def as_tensors(self) -> "ModuleLearningRate":
-        """The same rates as float32 scalars: what they are inside a `tf.function`."""
-        return self.__tf_unflatten__(*self.__tf_flatten__())
-
     def __tf_flatten__(self) -> tuple[tuple[ParamGroup, ...], tuple[tf.Tensor, ...]]:
         """The groups as what a trace is made for, the rates as what may change."""
-        rates = self.rates()
+        rates = values_of(self)
         return self._groups, tuple(tf.constant(r) if isinstance(r, float) else r for r in rates)
 
     @classmethod
@@ -148,60 +120,43 @@ class ModuleLearningRate:
         """The calls that make it."""
         groups = (
             f".with_group({group!r}, {_shown(rate)})"
-            for group, rate in zip(self._groups, self.rates(), strict=False)
+            for group, rate in zip(self._groups, values_of(self), strict=False)
         )
         return f"ModuleLearningRate({_shown(self.base)}){''.join(groups)}"
 
 
-def checked_rate(call: str, name: str, value: Any) -> Any:
-    """A float, or a scalar tensor or variable as it is.
+def bucket_of(
+    rates: ModuleLearningRate, paths: tuple[str, ...], variable: Variable | None = None
+) -> int:
+    """The index in `values_of` of a parameter's rate: its group's, or -1 for the base.
 
     Args:
-      call: The public call as typed.
-      name: The argument.
-      value: What was given for it.
-
-    Raises:
-      TypeError: It isn't a scalar number by kind.
-      ValueError: It is a number that is NaN, infinite or negative, or a tensor with axes.
+      rates: The rates of a step.
+      paths: All paths to the parameter.
+      variable: The parameter itself, for groups of variables and layers.
     """
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value.item()
-    if is_number(value):
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(
-                f"`{call}` has a {name} out of range: got {value!r}, expected a finite number "
-                ">= 0. It may come from a loss that isn't finite; 0 stops a group. Write "
-                "`tfloop.ModuleLearningRate(1e-3)`."
-            )
-        return float(value)
-    if not isinstance(value, _TENSORS):
-        schedule = isinstance(value, LearningRateSchedule)
-        cause = "A schedule gives a rate for each step" if schedule else "Rates are numbers"
-        fix = "ModuleLrScheduler(schedule).step()" if schedule else "ModuleLearningRate(1e-3)"
-        raise TypeError(
-            f"`{call}` needs a rate: got {name}={described(value)}, expected a number or a scalar "
-            f"tensor. {cause}. Write `{fix}`."
-        )
-    dtype, shape = tf.as_dtype(value.dtype), tf.TensorShape(value.shape)
-    if not (dtype.is_floating or dtype.is_integer):
-        raise TypeError(
-            f"`{call}` needs a rate: got {name} of dtype {dtype.name}, expected a floating-point "
-            "scalar. Rates are numbers. Write `tfloop.ModuleLearningRate(1e-3)`."
-        )
-    if shape.rank not in (0, None):
-        raise ValueError(
-            f"`{call}` needs one rate: got {name} of shape {tuple(shape)}, expected (). Several "
-            "rates belong to several groups. Write "
-            "`tfloop.ModuleLearningRate(1e-3)"
-            ".with_group(tfloop.ParamGroup.from_name('encoder'), 1e-4)`."
-        )
-    return value
+    traces.depends_on(rates)
+    for index in reversed(range(len(rates.groups))):
+        if rates.groups[index].matches_any(paths, variable):
+            return index
+    return -1
+
+
+def values_of(rates: ModuleLearningRate) -> list[float | tf.Tensor]:
+    """The rate of each group in order, then the base: floats, or float32 scalars."""
+    base = rates.base
+    own = [_times(base if lr is None else _read(lr), factor) for lr, factor in rates._own]
+    return [*own, base]
+
+
+def as_tensors(rates: ModuleLearningRate) -> ModuleLearningRate:
+    """The same rates as float32 scalars: what they are inside a `tf.function`."""
+    return ModuleLearningRate.__tf_unflatten__(*rates.__tf_flatten__())
 
 
 def _read(rate: Any) -> Any:
     """A tensor or a variable's value as float32; numbers, and specs while tracing, as they are."""
-    if not isinstance(rate, _TENSORS):
+    if not isinstance(rate, TENSORS):
         return rate
     return tf.cast(tf.convert_to_tensor(rate), tf.float32)  # tf.cast alone may keep a variable
 

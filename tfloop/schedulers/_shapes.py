@@ -5,8 +5,8 @@ import math
 import keras
 import tensorflow as tf
 
-from tfloop._checks.arguments import whole_number
-from tfloop.schedulers._base import Schedule, choice, number
+from tfloop._checks.arguments import number, whole_number
+from tfloop.schedulers._base import Schedule, choice
 
 
 @keras.saving.register_keras_serializable(package="tfloop")

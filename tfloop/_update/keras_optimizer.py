@@ -12,7 +12,7 @@ from keras.optimizers import Optimizer
 
 from tfloop._backend import keras_optimizers
 from tfloop._checks.messages import described, did_you_mean, listed
-from tfloop._optimizer.clipping import GradientClipping
+from tfloop._clipping.clipping import GradientClipping
 
 CLIP_ARGUMENTS = {
     "clipvalue": GradientClipping.by_value,

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfloop._model.paths import Variable, tf_variable
+from tfloop._replicas import placement
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.sparse import Gradient
 
@@ -220,6 +221,6 @@ def first_value(variable: Variable) -> tf.Tensor:
 def _is_small(target: keras.Variable) -> bool:
     """Does it gain from the vector, and has it nothing that must be done to it alone?"""
     alone = target.constraint is not None or overwritten.overwrites(target)
-    shared = getattr(tf_variable(target), "distribute_strategy", None)
-    replicated = shared is not None and shared.num_replicas_in_sync > 1
+    strategy = placement.strategy_of([target])
+    replicated = strategy is not None and strategy.num_replicas_in_sync > 1
     return math.prod(target.shape) <= _SMALL and not alone and not replicated
