@@ -10,7 +10,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar, overload
 
 import tensorflow as tf
 
@@ -23,12 +23,14 @@ from tfloop._groups.group import ParamGroup, as_group
 from tfloop._model.paths import AddressBook, address_book, root_key
 from tfloop._optimizer import record, summary
 from tfloop._optimizer.checks import (
+    LEFT_OUT,
     STEP,
     as_rate,
     assert_born,
     assert_current,
     assert_sound,
     check_born_on_replicas,
+    step_arguments,
 )
 from tfloop._optimizer.clipping import GradientClipping
 from tfloop._optimizer.contribution import Contribution
@@ -40,6 +42,7 @@ from tfloop._optimizer.routing import (
     check_no_complex,
     owners,
 )
+from tfloop._optimizer.summary import RoutingTable
 from tfloop._optimizer.update import GroupUpdate, State
 from tfloop._replicas import placement
 from tfloop._replicas.reduction import check_reduction
@@ -47,6 +50,8 @@ from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
 from tfloop.schedulers._rates import ModuleLearningRate
+
+Model = TypeVar("Model")
 
 
 class ModuleOptimizer(tf.train.experimental.PythonState):
@@ -211,20 +216,39 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         self._prepare(model, "ModuleOptimizer.build(model)")
         return self
 
-    @traces.not_converted
+    @overload
     def step(
         self,
         lr: Any,
-        model: Any,
+        model: Model,
         grads: GradientsParams | GradientsAccumulator,
+        *,
+        weight: Any = None,
+    ) -> Model: ...
+
+    @overload
+    def step(
+        self, model: Model, grads: GradientsParams | GradientsAccumulator, *, weight: Any = None
+    ) -> Model: ...
+
+    # The first argument may be what the second is named after, and mypy asks for one name.
+    @traces.not_converted  # type: ignore[misc]
+    def step(
+        self,
+        lr: Any = LEFT_OUT,
+        model: Any = LEFT_OUT,
+        grads: Any = LEFT_OUT,
         *,
         weight: Any = None,
     ) -> Any:
         """Updates the parameters that have a gradient.
 
+        `step(lr, model, grads)`, or `step(model, grads)` where the optimizers hold their rates.
+
         Args:
-          lr: The rate: a float, a scalar tensor or variable, a `ModuleLearningRate`, or `None` for
-            the `learning_rate` of the optimizers that were given, schedules included.
+          lr: The rate: a float, a scalar tensor or variable, or a `ModuleLearningRate`. Left out,
+            or `None`, it is the `learning_rate` of the optimizers that were given, schedules
+            included.
           model: The root, or a view of it.
           grads: Gradients by path, consumed; or a `GradientsAccumulator`, whose window is used with
             its weights and emptied. Those of frozen parameters are dropped.
@@ -250,15 +274,16 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         Raises:
           ValueError: `grads` is empty, has an unknown path or another shape; the rate is negative
             or not finite; the weights sum to 0; the optimizer belongs to another root.
-          TypeError: A wrong kind of argument.
+          TypeError: A wrong kind of argument, or an argument missing.
           RuntimeError: `grads` was consumed before, the window is empty, or it is called outside
             of the replicas.
         """
+        lr, model, grads = step_arguments(lr, model, grads)
         if not isinstance(grads, (GradientsParams, GradientsAccumulator)):
             raise TypeError(
                 f"`{STEP}` needs a GradientsParams: got {described(grads)}. Gradients are applied "
-                "by path. Key them: "
-                "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
+                "by path, and come last. Key them: `grads = tape.backward(loss, model)`, or those "
+                "made elsewhere: `tfloop.GradientsParams.from_grads(grads, model)`."
             )
         rate = lr if isinstance(lr, ModuleLearningRate) or lr is None else as_rate(lr)
         window = (
@@ -308,20 +333,23 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             )
 
     @traces.not_converted
-    def summary(self, model: Any) -> str:
-        """Prints who updates what, and gives the table back as text.
+    def summary(self, model: Any) -> RoutingTable:
+        """Shows who updates what, and gives the table back as text.
 
         A row for each floating-point variable that is a parameter or could be: path, shape, group,
         optimizer, clipping, rate (of its optimizer), weight decay, and whether it is frozen.
+
+        A script prints it here. A notebook, or another prompt, shows what a cell ends with by
+        itself, and so the table; in the middle of a cell, `print` it.
 
         Args:
           model: The root; built on it if that hasn't happened yet.
 
         Returns:
-          The table as plain text.
+          The table: a string, whose `repr` is the table, too.
         """
 
-        def shown() -> str:
+        def shown() -> RoutingTable:
             book = self._prepare(model, "ModuleOptimizer.summary(model)")
             return summary.show(summary.rows(book, self._owner, self._groups))
 
