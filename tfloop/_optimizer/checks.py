@@ -68,7 +68,7 @@ def as_rate(rate: Any, what: str = "the rate") -> tf.Tensor:
         raise TypeError(
             f"`{STEP}` got the schedule {described(rate)} as rate, expected a number. A schedule "
             "needs a count of steps. Give it to the optimizer (`keras.optimizers.Adam(schedule)` "
-            "and `step(None, ...)`) or step it: `tfloop.ModuleLrScheduler(schedule).step()`."
+            "and `step(model, grads)`) or step it: `tfloop.ModuleLrScheduler(schedule).step()`."
         )
     if is_number(rate):
         tensor = tf.constant(float(rate), tf.float64)

@@ -389,7 +389,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     def as_keras(self, model: Any) -> Any:
         """Gives a `keras.optimizers.Optimizer` with these groups, for `model.compile`.
 
-        `fit` then makes the updates that `step(None, model, grads)` makes, with the same state.
+        `fit` then makes the updates that `step(model, grads)` makes, with the same state.
         `learning_rate` is the rate of the fallback; a callback that sets it moves the rates of the
         groups in proportion. A `.keras` file holds the routing by path and the state; loading it
         needs `import tfloop`.
