@@ -993,3 +993,28 @@ def test_in_a_trace_it_raises(call, tmp_path):
     checkpoint = Checkpoint(tmp_path, numbers=Numbers())
     with pytest.raises(RuntimeError, match="was called in a trace: got a graph, expected eager"):
         tf.function(lambda: call(checkpoint) and None)()
+
+
+def test_a_built_keras_optimizer_is_saved_by_the_order_of_its_variables(tmp_path):
+    def built(kind, units=2):
+        layer = keras.layers.Dense(units)
+        layer.build((None, 3))
+        optimizer = kind(0.1)
+        optimizer.build(layer.trainable_variables)
+        return optimizer
+
+    saved = built(keras.optimizers.Adam)
+    for number, variable in enumerate(saved.variables):
+        variable.assign(tf.cast(tf.fill(variable.shape, number), variable.dtype))
+    Checkpoint(tmp_path, adam=saved).save(3)
+    fresh = built(keras.optimizers.Adam)  # Keras numbers its layer on
+    assert Checkpoint(tmp_path, adam=fresh).restore() == 3
+    for one, other in zip(fresh.variables, saved.variables, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="got a Adam, expected a SGD"):
+        Checkpoint(tmp_path, adam=built(keras.optimizers.SGD)).restore()
+    with pytest.raises(ValueError, match=r"got shape \(3, 2\).*expected \(3, 4\)"):
+        Checkpoint(tmp_path, adam=built(keras.optimizers.Adam, 4)).restore()
+    grouped = ModuleOptimizer("adam").as_keras(keras.Sequential([keras.Input((3,))]))
+    with pytest.raises(TypeError, match=r"no state.*`tfloop.ModuleOptimizer\(optimizer\)` steps"):
+        Checkpoint(tmp_path, adam=grouped)

@@ -1,7 +1,9 @@
 """The routing table, as plain text and on a terminal."""
 
+import code
 import contextlib
 import io
+import sys
 
 import keras
 import pytest
@@ -126,3 +128,16 @@ def test_the_summary_refuses_what_build_refuses():
     optim = ModuleOptimizer("sgd").build(a_net())
     with pytest.raises(ValueError, match="another model, expected"):
         optim.summary(a_net())
+
+
+def test_a_prompt_shows_the_table_once(monkeypatch):
+    net, optim = a_net(), an_optimizer()
+    prompt = code.InteractiveInterpreter({"net": net, "optim": optim})
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # as Python and IPython do
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        prompt.runsource("optim.summary(net)")
+        assert shown.getvalue() == EXPECTED
+        prompt.runsource("table = optim.summary(net)")
+        prompt.runsource("print(table)")
+    assert shown.getvalue() == 2 * EXPECTED

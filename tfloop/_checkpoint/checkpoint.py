@@ -51,7 +51,8 @@ class Checkpoint:
       directory: Made if it isn't there. One run's own: names of its files begin with `tfloop-`.
       max_to_keep: The newest so many are kept; `None` keeps all.
       **objects: Name -> model, `ModuleOptimizer`, `GradientsAccumulator`, scheduler, `DataLoader`,
-        `keras.metrics.Metric`, variable, or a dict or list of models and variables.
+        `keras.metrics.Metric`, variable, a Keras optimizer that is built (its variables in their
+        order), or a dict or list of models and variables.
 
     Raises:
       TypeError: An object has no state that can be saved, or `max_to_keep` isn't an int.
@@ -251,7 +252,7 @@ class Checkpoint:
             root = thing.root if self._has_root(name) else thing
             if root is not None and is_root(root):
                 found += address_book(root, call).variables.values()
-            elif isinstance(root, keras.metrics.Metric):
+            elif isinstance(root, (keras.metrics.Metric, keras.optimizers.Optimizer)):
                 found += root.variables
             elif is_variable(root):
                 found.append(root)

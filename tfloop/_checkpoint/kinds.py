@@ -24,6 +24,7 @@ from tfloop._model.paths import (
     tf_variable,
 )
 from tfloop._optimizer import record
+from tfloop._optimizer.as_keras import GroupedOptimizer
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._replicas import per_replica, reduction, seeds
 
@@ -48,7 +49,7 @@ class _Kind:
 
 
 class Variables(_Kind):
-    """A metric or a variable: variables by path."""
+    """A metric, a Keras optimizer or a variable: variables by path, or by their number."""
 
     def __init__(self, kind: str, variables: Mapping[str, Any]) -> None:
         self.kind = kind
@@ -181,6 +182,10 @@ def part_of(thing: Any, call: str, root: Any = None) -> Part:
         return Variables("metric", {f"{n}.{v.name}": v for n, v in enumerate(thing.variables)})
     if is_variable(thing):
         return Variables("variable", {"value": thing})
+    if isinstance(thing, keras.optimizers.Optimizer):
+        # Keras numbers the names of layers on, so that only the order of variables stays.
+        variables = {str(number): v for number, v in enumerate(thing.variables)}
+        return Variables(type(thing).__name__, variables)
     return Model(address_book(thing, call))
 
 
@@ -203,12 +208,19 @@ def check_kind(thing: Any, call: str) -> None:
         return
     fix = "Keep a number in a variable: `tf.Variable(0)`."
     if isinstance(thing, keras.optimizers.Optimizer):
-        fix = "Give what steps with it: `tfloop.ModuleOptimizer(optimizer)`."
+        if thing.built and not isinstance(thing, GroupedOptimizer):
+            return
+        fix = (
+            "A Keras optimizer has some once it is built: "
+            "`optimizer.build(model.trainable_variables)`. Where a "
+            "`tfloop.ModuleOptimizer(optimizer)` steps, give that."
+        )
     elif isinstance(thing, keras.random.SeedGenerator):
         fix = "Give its variable: `generator.state`."
     raise TypeError(
         f"`{call}` has no state that can be saved: got {described(thing)}, expected a model, "
-        f"ModuleOptimizer, GradientsAccumulator, scheduler, DataLoader, metric or variable. {fix}"
+        "ModuleOptimizer, GradientsAccumulator, scheduler, DataLoader, metric, variable or built "
+        f"Keras optimizer. {fix}"
     )
 
 

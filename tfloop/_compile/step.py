@@ -177,9 +177,13 @@ class CompiledStep(Generic[_Params, _Return]):
 
     def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Return:
         """Runs one step."""
-        if tf.executing_eagerly():
-            return self._current().launch(args, kwargs)
-        return self._as_part(args, kwargs)
+        try:
+            if tf.executing_eagerly():
+                return self._current().launch(args, kwargs)
+            return self._as_part(args, kwargs)
+        except TypeError:
+            self._check_arguments(args, kwargs)
+            raise
 
     @traces.not_converted
     def _as_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,7 +233,11 @@ class CompiledStep(Generic[_Params, _Return]):
             )
         stack, rest = loop.drawn(iterator, steps)
         if stack is not None and not tf.config.functions_run_eagerly():
-            self._returned = self._current().launch_many((stack, *args), kwargs)
+            try:
+                self._returned = self._current().launch_many((stack, *args), kwargs)
+            except TypeError:
+                self._check_arguments((stack, *args), kwargs)
+                raise
             return self._returned
         if stack is not None:
             rest = [tf.nest.map_structure(lambda t, n=n: t[n], stack) for n in range(steps)]
@@ -238,6 +246,37 @@ class CompiledStep(Generic[_Params, _Return]):
             return self._returned
         loop.check_not_empty(self._returned)
         return loop.nothing_like(self._returned)
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Says which argument a call lacks or has too many, in the user's names.
+
+        TensorFlow names its own wrappers. Asked once something has failed, so that it costs
+        nothing before.
+        """
+        if self._signature is None:
+            return
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"`{self._written()}` can't be called so: {error}. Every argument of a step is "
+                "given at each call, a rate too. Compare the call with the function's `def`."
+            ) from None
+
+    def _written(self) -> str:
+        """The step as its user wrote it: name and parameters, without annotations."""
+        name = getattr(self.python_function, "__name__", type(self.python_function).__name__)
+        if self._signature is None:
+            return f"{name}(...)"
+        bare = [p.replace(annotation=p.empty) for p in self._signature.parameters.values()]
+        return f"{name}{inspect.Signature(bare)}"
+
+    def __repr__(self) -> str:
+        """The function as it was written, how it is compiled, and how often it was traced."""
+        jit = ", jit_compile=True" if self._jit_compile else ""
+        kind = f", {type(self._strategy).__name__}" if self._strategy is not None else ""
+        traced = f"{self.trace_count} trace{'' if self.trace_count == 1 else 's'}"
+        return f"<CompiledStep {self._written()}{jit}{kind}: {traced}>"
 
     def _current(self) -> "_Program":
         """The program whose traces are still right."""

@@ -77,7 +77,7 @@ class _Notes:
 class GroupedOptimizer(keras.optimizers.Optimizer):
     """A `ModuleOptimizer` as `model.compile` wants it; made by `ModuleOptimizer.as_keras`.
 
-    An update is `optim.step(None, model, grads)`: each group has the rate of the optimizer that it
+    An update is `optim.step(model, grads)`: each group has the rate of the optimizer that it
     was given. A variable without a gradient is untouched, with Keras' warning.
 
     `learning_rate` is the fallback's rate. Setting it, as `LearningRateScheduler` and

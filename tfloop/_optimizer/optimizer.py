@@ -4,7 +4,7 @@ The groups and their state are the `assembly`'s, the order of an update is in `s
 """
 
 import copy
-from typing import Any, Self
+from typing import Any, Self, TypeVar, overload
 
 import tensorflow as tf
 
@@ -17,15 +17,18 @@ from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup, as_group
 from tfloop._optimizer import record, summary
 from tfloop._optimizer.assembly import Assembly
-from tfloop._optimizer.checks import STEP
+from tfloop._optimizer.checks import LEFT_OUT, STEP, step_arguments
 from tfloop._optimizer.contribution import turn_at
 from tfloop._optimizer.rates import rates_of
 from tfloop._optimizer.routing import Group, check_clipping
 from tfloop._optimizer.step import take_step
+from tfloop._optimizer.summary import RoutingTable
 from tfloop._replicas import contexts
 from tfloop._replicas.reduction import KINDS, reduction_of
 from tfloop._tracing import traces
 from tfloop._update.keras_optimizer import as_keras_optimizer
+
+Model = TypeVar("Model")
 
 
 class ModuleOptimizer(tf.train.experimental.PythonState):
@@ -181,20 +184,39 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         self._assembly.prepare(model, "ModuleOptimizer.build(model)")
         return self
 
-    @traces.not_converted
+    @overload
     def step(
         self,
         lr: Any,
-        model: Any,
+        model: Model,
         grads: GradientsParams | GradientsAccumulator,
+        *,
+        weight: Any = None,
+    ) -> Model: ...
+
+    @overload
+    def step(
+        self, model: Model, grads: GradientsParams | GradientsAccumulator, *, weight: Any = None
+    ) -> Model: ...
+
+    # The first argument may be what the second is named after, and mypy asks for one name.
+    @traces.not_converted  # type: ignore[misc]
+    def step(
+        self,
+        lr: Any = LEFT_OUT,
+        model: Any = LEFT_OUT,
+        grads: Any = LEFT_OUT,
         *,
         weight: Any = None,
     ) -> Any:
         """Updates the parameters that have a gradient.
 
+        `step(lr, model, grads)`, or `step(model, grads)` where the optimizers hold their rates.
+
         Args:
-          lr: The rate: a float, a scalar tensor or variable, a `ModuleLearningRate`, or `None` for
-            the `learning_rate` of the optimizers that were given, schedules included.
+          lr: The rate: a float, a scalar tensor or variable, or a `ModuleLearningRate`. Left out,
+            or `None`, it is the `learning_rate` of the optimizers that were given, schedules
+            included.
           model: The root, or a view of it.
           grads: Gradients by path, consumed; or a `GradientsAccumulator`, whose window is used with
             its weights and emptied. Those of frozen parameters are dropped.
@@ -220,15 +242,16 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         Raises:
           ValueError: `grads` is empty, has an unknown path or another shape; the rate is negative
             or not finite; the weights sum to 0; the optimizer belongs to another root.
-          TypeError: A wrong kind of argument.
+          TypeError: A wrong kind of argument, or an argument missing.
           RuntimeError: `grads` was consumed before, the window is empty, or it is called outside
             of the replicas.
         """
+        lr, model, grads = step_arguments(lr, model, grads)
         if not isinstance(grads, (GradientsParams, GradientsAccumulator)):
             raise TypeError(
                 f"`{STEP}` needs a GradientsParams: got {described(grads)}. Gradients are applied "
-                "by path. Key them: "
-                "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
+                "by path, and come last. Key them: `grads = tape.backward(loss, model)`, or those "
+                "made elsewhere: `tfloop.GradientsParams.from_grads(grads, model)`."
             )
         rates = rates_of(lr)
         optim = self._assembly
@@ -237,21 +260,24 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return model
 
     @traces.not_converted
-    def summary(self, model: Any) -> str:
-        """Prints who updates what, and gives the table back as text.
+    def summary(self, model: Any) -> RoutingTable:
+        """Shows who updates what, and gives the table back as text.
 
         A row for each floating-point variable that is a parameter or could be: path, shape, group,
         optimizer, clipping, rate (of its optimizer), weight decay, and whether it is frozen.
+
+        A script prints it here. A notebook, or another prompt, shows what a cell ends with by
+        itself, and so the table; in the middle of a cell, `print` it.
 
         Args:
           model: The root; built on it if that hasn't happened yet.
 
         Returns:
-          The table as plain text.
+          The table: a string, whose `repr` is the table, too.
         """
         optim = self._assembly
 
-        def shown() -> str:
+        def shown() -> RoutingTable:
             book = optim.prepare(model, "ModuleOptimizer.summary(model)")
             return summary.show(summary.rows(book, optim.owner, optim.groups))
 
@@ -292,7 +318,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     def as_keras(self, model: Any) -> Any:
         """Gives a `keras.optimizers.Optimizer` with these groups, for `model.compile`.
 
-        `fit` then makes the updates that `step(None, model, grads)` makes, with the same state.
+        `fit` then makes the updates that `step(model, grads)` makes, with the same state.
         `learning_rate` is the rate of the fallback; a callback that sets it moves the rates of the
         groups in proportion. A `.keras` file holds the routing by path and the state; loading it
         needs `import tfloop`.

@@ -147,8 +147,7 @@ def train(
         with tfloop.Tape(scaler=optim.scaler) as tape:
             logits = model(batch.images)
             loss = cross_entropy(logits, batch.targets)
-        # One gradient for every variable on the tape, then this model's by their paths.
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
+        grads = tape.backward(loss, model)  # By path, for the parameters of this model.
         mean = grads.reduce()  # Over the replicas, as `step` does; on one device a copy.
         scalars = {curve: mean.global_norm(group, model) for curve, group in groups.items()}
         samples = tf.shape(batch.targets)[0]

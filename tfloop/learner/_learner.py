@@ -24,7 +24,6 @@ from tfloop._checks.arguments import whole_number
 from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import not_pickled
 from tfloop._compile.step import compile  # noqa: A004
-from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.tape import Tape, total_loss
 from tfloop._model.modes import train, valid
 from tfloop._model.paths import unwrap
@@ -337,7 +336,7 @@ class Learner:
         with Tape(scaler=self.optim.scaler) as tape:
             outputs = train(self.model)(x)
             loss = self._loss(y, outputs, sample_weight)
-        grads = GradientsParams.from_grads(tape.backward(loss), self.model)
+        grads = tape.backward(loss, self.model)
         if self.accumulate == 1:
             shares = {} if self._strategy is None else {"weight": weight}
             self.optim.step(self._rate.rates(numbers), self.model, grads, **shares)
