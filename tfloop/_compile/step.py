@@ -19,6 +19,7 @@ from tfloop._checks.messages import described, not_pickled
 from tfloop._compile import distribution, loop
 from tfloop._compile.bindings import Bindings
 from tfloop._compile.launch import Launcher, as_argument
+from tfloop._compile.turns import STEPS
 from tfloop._model.paths import AddressBook, unchecked_book
 from tfloop._replicas import placement
 from tfloop._tracing import traces
@@ -150,7 +151,8 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step."""
         if tf.executing_eagerly():
-            return self._current().launch(args, kwargs)
+            with STEPS:
+                return self._current().launch(args, kwargs)
         return self._as_part(args, kwargs)
 
     @traces.not_converted
@@ -195,7 +197,8 @@ class CompiledStep:
             )
         stack, rest = loop.drawn(iterator, steps)
         if stack is not None and not tf.config.functions_run_eagerly():
-            self._returned = self._current().launch_many((stack, *args), kwargs)
+            with STEPS:
+                self._returned = self._current().launch_many((stack, *args), kwargs)
             return self._returned
         if stack is not None:
             rest = [tf.nest.map_structure(lambda t, n=n: t[n], stack) for n in range(steps)]

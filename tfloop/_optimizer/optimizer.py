@@ -131,6 +131,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         self._is_new_copy = False  # which may still go on with a copy of the model
         self._version = 0
         self._lock = threading.RLock()
+        self.stepped_in: threading.Thread | None = None  # by hand, which nothing else can see
         counter = {"dtype": tf.int64, "trainable": False}
         self._iterations, self._skipped, self._routing = traces.eagerly(
             lambda: [
@@ -264,6 +265,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         window = (
             grads._lock if isinstance(grads, GradientsAccumulator) else contextlib.nullcontext()
         )
+        if not (traces.is_recorded() or placement.is_replica()):
+            self.stepped_in = threading.current_thread()
         with placement.one_at_a_time(self._lock), placement.one_at_a_time(window):
             self._step(rate, model, grads, weight)
         return model
