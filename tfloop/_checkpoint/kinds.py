@@ -4,6 +4,7 @@ One class for each kind of object. A part has named values, says the rest in wor
 pairs what is there with what was saved. Files and roots are none of its business.
 """
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._checks.messages import described, listed
+from tfloop._groups.group import ParamGroup
 from tfloop._model import derived
 from tfloop._model.containers import is_container
 from tfloop._model.paths import (
@@ -28,7 +30,7 @@ from tfloop._optimizer.as_keras import GroupedOptimizer
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._replicas import per_replica, reduction, seeds
 
-Saved = Mapping[str, np.ndarray]
+Saved = Mapping[str, tf.Tensor]
 Pairs = list[tuple[Any, Any]]
 """(what has `assign`, value): live variables and what they were when they were saved."""
 
@@ -69,8 +71,7 @@ class Variables(_Kind):
             )
         shared = {path: variable for path, variable in self.values.items() if path in saved}
         for path, variable in shared.items():
-            value = np.asarray(saved[path])
-            found, dtype = tf.TensorShape(value.shape), tf.as_dtype(value.dtype)
+            found, dtype = tf.TensorShape(saved[path].shape), tf.as_dtype(saved[path].dtype)
             expected = tf.TensorShape(variable.shape)  # which may be open
             if not expected.is_compatible_with(found) or dtype != variable.dtype:
                 raise ValueError(
@@ -88,6 +89,14 @@ class Model(Variables):
         super().__init__("model", book.variables)
         self._book = book
         self.statistics = reduction.moved_state(book)
+
+    def only(self, group: ParamGroup) -> "Model":
+        """The same model as if it had no variables but the members of a group."""
+        named = self._book.variables.items()
+        paths = {p for p, v in named if group.matches_any(self._book.paths_of(p), v)}
+        part = copy.copy(self)
+        part.own = part.values = {path: self.values[path] for path in self.values if path in paths}
+        return part
 
     def finish(self) -> None:
         """As in `Variables`."""
@@ -151,7 +160,7 @@ class State(_Kind):
 
     def pairs(self, said: Mapping[str, Any], saved: Saved, strict: bool) -> Pairs:
         """This, in the place of a variable: it judges its state when it is assigned."""
-        return [(self, saved["state"])]
+        return [(self, saved["state"].numpy())]
 
     def assign(self, state: Any) -> None:
         """Takes over a state, or raises and keeps the one it has."""

@@ -19,6 +19,7 @@ from tfloop._checks.messages import described, not_pickled
 from tfloop._compile import distribution, loop
 from tfloop._compile.bindings import Bindings
 from tfloop._compile.launch import Launcher, as_argument
+from tfloop._compile.turns import STEPS
 from tfloop._model.paths import AddressBook, unchecked_book
 from tfloop._replicas import contexts
 from tfloop._tracing import traces
@@ -179,7 +180,8 @@ class CompiledStep(Generic[_Params, _Return]):
         """Runs one step."""
         try:
             if tf.executing_eagerly():
-                return self._current().launch(args, kwargs)
+                with STEPS:
+                    return self._current().launch(args, kwargs)
             return self._as_part(args, kwargs)
         except TypeError:
             self._check_arguments(args, kwargs)
@@ -234,7 +236,8 @@ class CompiledStep(Generic[_Params, _Return]):
         stack, rest = loop.drawn(iterator, steps)
         if stack is not None and not tf.config.functions_run_eagerly():
             try:
-                self._returned = self._current().launch_many((stack, *args), kwargs)
+                with STEPS:
+                    self._returned = self._current().launch_many((stack, *args), kwargs)
             except TypeError:
                 self._check_arguments((stack, *args), kwargs)
                 raise

@@ -45,6 +45,7 @@ class Assembly:
       skipped: The steps that were left out.
       version: Grows with each change of the routing; `routing` is the same as a variable.
       lock: Held while the routing changes and while a step runs.
+      stepped_in: The thread of the last step outside of a trace, which nothing else can see.
       is_new_copy: May it still go on with a copy of the model?
     """
 
@@ -68,6 +69,7 @@ class Assembly:
         self.pending: bytes | None = None
         self.version = 0
         self.lock = threading.RLock()
+        self.stepped_in: threading.Thread | None = None
         self.is_new_copy = False
         self._checked_rates: Any = None
         counter = {"dtype": tf.int64, "trainable": False}

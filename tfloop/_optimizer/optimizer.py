@@ -4,6 +4,7 @@ The groups and their state are the `assembly`'s, the order of an update is in `s
 """
 
 import copy
+import threading
 from typing import Any, Self, TypeVar, overload
 
 import tensorflow as tf
@@ -255,6 +256,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             )
         rates = rates_of(lr)
         optim = self._assembly
+        if not (traces.is_recorded() or contexts.is_replica()):
+            optim.stepped_in = threading.current_thread()
         with contexts.one_at_a_time(optim.lock), contexts.one_at_a_time(turn_at(grads)):
             take_step(optim, rates, model, grads, weight)
         return model
