@@ -38,8 +38,6 @@ OPTIMIZERS = {
     "Muon": lambda: keras.optimizers.Muon(RATE, exclude_embeddings=False),
     "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(RATE, weight_decay=0.1),
 }
-# One of each class, for modes that take long.
-CLASSES = [name for name in OPTIMIZERS if name not in ("SGD", "nesterov", "amsgrad", "RMSprop")]
 # Those that update many small variables as one vector.
 ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("Adafactor", "Lamb", "Muon")]
 # Those that stand for a kind of rule, where all classes would take too long.
