@@ -266,7 +266,7 @@ def test_it_compares_hashes_and_reads_as_what_makes_it():
             TypeError,
             "needs a number: got clipping=str '0.01'.*The clipping is fixed when",
         ),
-        ((0.01, None), TypeError, r"got None.*Write `tfloop.AdaptiveGradientClipping\(0.01\)`"),
+        ((0.01, None), TypeError, r"got eps=None.*Write `tfloop.AdaptiveGradientClipping\(0.01\)`"),
     ],
 )
 def test_a_wrong_argument_raises(arguments, error, message):
