@@ -5,4 +5,13 @@ function gives the right value in another way, or raises what `versions` words; 
 with a wrong one. `keras_optimizers`, `keras_layers`, `keras_variables`, `keras_tensors` and
 `keras_losses` know Keras, `tensorflow` and `sonnet` these two. `tests/test_backend.py` says of each
 name that it is still there and still means this.
+
+Importing it checks the versions, so it comes first.
 """
+
+import keras
+import tensorflow as tf
+
+from tfloop._backend import versions
+
+versions.check({"tensorflow": tf.__version__, "keras": keras.__version__})
