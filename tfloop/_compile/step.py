@@ -10,7 +10,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeGuard, TypeVar, overload
 
 import tensorflow as tf
 
@@ -26,6 +26,30 @@ from tfloop._tracing.traces import Dependency
 
 _MANY_CHANGES = 5
 """So many new traces for the same name are worth a warning."""
+
+_Params = ParamSpec("_Params")
+_Others = ParamSpec("_Others")
+_Return = TypeVar("_Return")
+_Owner = TypeVar("_Owner")
+_Batch = TypeVar("_Batch")
+
+
+@overload
+def compile(
+    fn: Callable[_Params, _Return],
+    *,
+    jit_compile: bool = False,
+    strategy: tf.distribute.Strategy | None = None,
+) -> "CompiledStep[_Params, _Return]": ...
+
+
+@overload
+def compile(
+    fn: None = None,
+    *,
+    jit_compile: bool = False,
+    strategy: tf.distribute.Strategy | None = None,
+) -> "_Decorator": ...
 
 
 def compile(  # noqa: A001
@@ -115,7 +139,11 @@ def compile(  # noqa: A001
     return CompiledStep(fn, jit_compile, strategy)
 
 
-class CompiledStep:
+class _Decorator(Protocol):
+    def __call__(self, fn: Callable[_Params, _Return], /) -> "CompiledStep[_Params, _Return]": ...
+
+
+class CompiledStep(Generic[_Params, _Return]):
     """A compiled step; made by `compile`.
 
     Attributes:
@@ -125,7 +153,7 @@ class CompiledStep:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[_Params, _Return],
         jit_compile: bool,
         strategy: tf.distribute.Strategy | None = None,
     ) -> None:
@@ -147,7 +175,7 @@ class CompiledStep:
         self._changes: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Return:
         """Runs one step."""
         if tf.executing_eagerly():
             return self._current().launch(args, kwargs)
@@ -163,7 +191,13 @@ class CompiledStep:
         return self._traceable(self._traced)(*args, **kwargs)
 
     @traces.not_converted
-    def run(self, iterator: Iterator[Any], *args: Any, steps: int, **kwargs: Any) -> Any:
+    def run(
+        self: "CompiledStep[Concatenate[_Batch, _Others], _Return]",
+        iterator: Iterator[_Batch],
+        *args: Any,
+        steps: int,
+        **kwargs: Any,
+    ) -> _Return:
         """Runs up to `steps` steps in one call of the graph.
 
         The batches are drawn and stacked first; a `DataLoader`'s iterator stacks them ahead of the
@@ -230,6 +264,18 @@ class CompiledStep:
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
 
+    @overload
+    def __get__(
+        self, instance: None, owner: type | None = None
+    ) -> "CompiledStep[_Params, _Return]": ...
+
+    @overload
+    def __get__(
+        self: "CompiledStep[Concatenate[_Owner, _Others], _Return]",
+        instance: _Owner,
+        owner: type | None = None,
+    ) -> "CompiledStep[_Others, _Return]": ...
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Methods work too: each instance gets a step of its own."""
         if instance is None:
@@ -261,7 +307,7 @@ class CompiledStep:
         held[name] = bound
         return bound
 
-    def _has_made(self, kept: Any) -> "TypeGuard[CompiledStep]":
+    def _has_made(self, kept: Any) -> "TypeGuard[CompiledStep[Any, Any]]":
         return isinstance(kept, CompiledStep) and kept._owner is self
 
     def _kept_as(self, kind: type) -> str:
@@ -280,11 +326,11 @@ class CompiledStep:
     def __delete__(self, instance: Any) -> None:
         del instance.__dict__[self._attribute]
 
-    def __copy__(self) -> "CompiledStep":
+    def __copy__(self) -> "CompiledStep[_Params, _Return]":
         """A step of its own for the same function."""
         return CompiledStep(self.python_function, self._jit_compile, self._strategy)
 
-    def __deepcopy__(self, memo: dict) -> "CompiledStep":
+    def __deepcopy__(self, memo: dict) -> "CompiledStep[_Params, _Return]":
         """A step of its own, bound to the copy where it is a method."""
         fn = copy.deepcopy(self.python_function, memo)
         return CompiledStep(fn, self._jit_compile, self._strategy)

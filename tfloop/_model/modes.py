@@ -6,8 +6,8 @@ own context isn't seen by other threads, and is left changed by some calls (see 
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar, overload
 
 import keras
 import tensorflow as tf
@@ -27,7 +27,27 @@ from tfloop._tensors import annotations
 from tfloop._tracing import traces
 
 _FLAGS = ("training", "is_training")
+_Model = TypeVar("_Model", bound=Callable[..., Any], covariant=True)
+# Whose base class has no types, as Keras' have none, counts as any class, so models come first in
+# the signatures below; and no container can be called.
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.sigmoid}
+
+
+@overload
+def train(model: _Callable) -> "View[_Callable]": ...
+
+
+@overload
+def train(model: Mapping[str, _Callable]) -> "dict[str, View[_Callable]]": ...
+
+
+@overload
+def train(model: list[_Callable]) -> "list[View[_Callable]]": ...
+
+
+@overload
+def train(model: Any) -> Any: ...
 
 
 @traces.not_converted
@@ -53,6 +73,22 @@ def train(model: Any) -> Any:
       TypeError: It isn't a model.
     """
     return _view(model, True, "train(model)")
+
+
+@overload
+def valid(model: _Callable) -> "View[_Callable]": ...
+
+
+@overload
+def valid(model: Mapping[str, _Callable]) -> "dict[str, View[_Callable]]": ...
+
+
+@overload
+def valid(model: list[_Callable]) -> "list[View[_Callable]]": ...
+
+
+@overload
+def valid(model: Any) -> Any: ...
 
 
 @traces.not_converted
@@ -103,7 +139,7 @@ def _view(model: Any, training: bool, call: str, inside: bool = False) -> Any:
     return _mapped(lambda part: _view(part, training, call, inside=True), model)
 
 
-class View:
+class View(Generic[_Model]):
     """A model in one mode; made by `train` and `valid`.
 
     Attributes:
@@ -113,6 +149,9 @@ class View:
 
     is_tfloop_view = True
     __slots__ = ("module", "training", "_values")
+
+    module: _Model
+    training: bool
 
     def __init__(self, module: Any, training: bool, values: Any = None) -> None:
         object.__setattr__(self, "module", module)
@@ -132,17 +171,17 @@ class View:
         return outputs if self.training else _detached(outputs)
 
     @traces.not_converted
-    def train(self) -> "View":
+    def train(self) -> "View[_Model]":
         """The same model in training mode."""
         return View(self.module, True, self._values)
 
     @traces.not_converted
-    def valid(self) -> "View":
+    def valid(self) -> "View[_Model]":
         """The same model in inference mode, off every tape."""
         return View(self.module, False, self._values)
 
     @traces.not_converted
-    def with_values(self, values: Mapping[str, Any]) -> "View":
+    def with_values(self, values: Mapping[str, Any]) -> "View[_Model]":
         """A view that runs with tensors in place of variables, differentiably.
 
         For methods that look ahead (MAML, SAM): the gradient flows into the tensors. Views of the
@@ -216,7 +255,7 @@ class View:
         """Copies and pickles as its model."""
         return View, (self.module, self.training, self._values)
 
-    def __copy__(self) -> "View":
+    def __copy__(self) -> "View[_Model]":
         """Another view of the same model."""
         return View(self.module, self.training, self._values)
 
