@@ -1,4 +1,4 @@
-"""What a type checker knows of a program: `assert_type` is held by mypy, Pyright, and by running it.
+"""What a type checker knows of a program: `assert_type` is held by mypy, Pyright and a run.
 
 Keras and TensorFlow have no types of their own, so that theirs are `Any` or unknown to a checker.
 """
