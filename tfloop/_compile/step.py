@@ -34,12 +34,13 @@ _Owner = TypeVar("_Owner")
 _Batch = TypeVar("_Batch")
 
 
+# `tf.distribute.Strategy` would be unknown to Pyright, and a strict program that compiles an error.
 @overload
 def compile(
     fn: Callable[_Params, _Return],
     *,
     jit_compile: bool = False,
-    strategy: tf.distribute.Strategy | None = None,
+    strategy: Any = None,
 ) -> "CompiledStep[_Params, _Return]": ...
 
 
@@ -48,7 +49,7 @@ def compile(
     fn: None = None,
     *,
     jit_compile: bool = False,
-    strategy: tf.distribute.Strategy | None = None,
+    strategy: Any = None,
 ) -> "_Decorator": ...
 
 
