@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 from processes import SILENCE
 from resumable import build_run, everything, run_on
+from since import SCHEDULE_FREE, since
 
 import tfloop
 from tfloop import (
@@ -377,7 +378,9 @@ def test_an_optimizer_not_built_is_built_for_the_one_object_that_can_be_its_root
     assert other.root is new
 
 
-@pytest.mark.parametrize("how", ["adam", "schedule free", "restored"])
+@pytest.mark.parametrize(
+    "how", ["adam", pytest.param("schedule free", marks=since(SCHEDULE_FREE)), "restored"]
+)
 def test_saving_changes_nothing_in_the_run(how, tmp_path):
     def run(directory):
         keras.utils.set_random_seed(0)

@@ -8,6 +8,7 @@ import sys
 import keras
 import pytest
 import tensorflow as tf
+from since import MUON, since
 
 from tfloop import GradientClipping, ModuleOptimizer, ParamGroup
 
@@ -90,6 +91,7 @@ def test_the_table_follows_what_is_frozen_and_what_the_rate_is():
     assert "moving_mean" not in " ".join(lines)  # a statistic is no parameter
 
 
+@since(MUON)
 def test_the_decay_shown_is_the_one_that_reaches_the_variable():
     net = a_net()
     given = keras.optimizers.Muon(weight_decay=0.1, adam_weight_decay=0.02)

@@ -1,4 +1,5 @@
-"""What a type checker knows of a program: mypy and Pyright hold each `assert_type`, and a run does.
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=error
+"""What a type checker knows of a program: `assert_type` is held by mypy, Pyright and a run.
 
 Keras and TensorFlow have no types of their own, so that theirs are `Any` or unknown to a checker.
 """
@@ -80,7 +81,7 @@ grads, losses = tfloop.microbatch(of_piece, rows, num=2)
 assert_type(grads, GradientsParams)
 assert_type(losses, list[tf.Tensor])
 
-# Each of these lines is an error to a checker, which `unused-ignore` asks for.
+# Each of these lines is an error to a checker: an ignored one that is none would be an error.
 if not __debug__:
     step(rows)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     step("rows", 0.1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
