@@ -289,6 +289,31 @@ class TestLayers:
         expected = [net.w, net.count, net.seed, net.dense, net.dropout]
         assert [*map(id, keras_layers.tracked(net))] == [*map(id, expected)]
 
+    @pytest.mark.parametrize("flag", [True, False, None])
+    def test_the_flag_of_an_inner_call_can_be_kept_from_the_layers_after_it(self, flag):
+        class Outer(layers.Layer):
+            def call(self, x):
+                with keras_layers.training_kept():
+                    self.inner(x, training=not flag)
+                return self.after(x)
+
+        seen = []
+
+        class Seeing(layers.Layer):
+            def call(self, x, training=None):
+                seen.append(training)
+                return x
+
+        outer = Outer()
+        outer.inner, outer.after = Seeing(), Seeing()
+        outer(rows(2, 3), training=flag)
+        assert seen[-2:] == [not flag, flag]  # Keras builds with a call, too
+
+    def test_without_the_note_of_calls_there_is_nothing_to_keep(self, monkeypatch):
+        monkeypatch.setattr(keras_layers, "get_global_attribute", lambda name: None)
+        with keras_layers.training_kept():
+            assert layers.Dense(2)(rows(2, 3)).shape == (2, 2)
+
     @pytest.mark.parametrize("name", keras_layers._TRACKED)
     def test_a_record_of_another_name_is_refused(self, monkeypatch, name):
         net = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
