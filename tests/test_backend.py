@@ -3,6 +3,7 @@
 Of each function one test holds it against the library as it is, and one takes the name away.
 """
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -23,6 +24,7 @@ from tfloop._backend import (
     keras_optimizers,
     keras_tensors,
     keras_variables,
+    log,
     sonnet,
     tensorflow,
     versions,
@@ -960,3 +962,23 @@ class TestSonnet:
         wrapper.__module__ = "sonnet.src.of_another_sonnet"
         with refused("f", "sonnet"):
             sonnet.undecorated(wrapper)
+
+
+@pytest.mark.parametrize(
+    ("command", "level"),
+    [
+        (["python", "-m", "tfloop.examples.mnist", "--lr=1"], "3"),
+        (["python", "-W", "error", "-m", "tfloop.examples.mnist"], "3"),
+        (["python", "-m", "tfloop.examples.mnist", "--tf_log"], None),
+        (["python", "-m", "pytest", "tfloop.examples.mnist"], None),
+        (["python", "train.py"], None),
+        (["python", "-m"], None),
+    ],
+)
+def test_only_our_own_commands_silence_tensorflow(command, level, monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    log.quieten(command)
+    assert os.environ.get("TF_CPP_MIN_LOG_LEVEL") == level
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
+    log.quieten(command)
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "1"  # the user's own

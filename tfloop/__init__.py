@@ -3,8 +3,9 @@
 The front door: every public name, and nothing else.
 """
 
-from importlib.metadata import version as _version
+from importlib.metadata import version as _version  # noqa: I001 # the next before TensorFlow
 
+from tfloop._backend import log as _log  # noqa: F401
 from tfloop import flags, schedulers
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._accumulation.microbatch import microbatch
