@@ -21,7 +21,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import flagsaver
 from native import again_after_native_abort, check_not_aborted
-from processes import SILENCE, Child, run
+from processes import SILENCE, Child
 
 import tfloop
 from tfloop.examples import _command, _images, _plots, mnist
@@ -618,7 +618,8 @@ class TestEdges:
         arguments = ["-m", "tfloop.examples.mnist", "--dataset=digits", "--num_epochs=0"]
         flags = ["--tf_log"] if asked else []
         unset = {"TF_CPP_MIN_LOG_LEVEL": ""}
-        ended = run(*arguments, *flags, environment=unset)
+        with Child(*arguments, *flags, environment=unset) as child:
+            ended = child.result()
         assert ended.returncode == 0, ended.stderr
         assert bool(ended.stderr) == asked
 
