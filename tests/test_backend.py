@@ -3,6 +3,7 @@
 Of each function one test holds it against the library as it is, and one takes the name away.
 """
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -23,6 +24,7 @@ from tfloop._backend import (
     keras_optimizers,
     keras_tensors,
     keras_variables,
+    log,
     sonnet,
     tensorflow,
     versions,
@@ -330,6 +332,31 @@ class TestLayers:
         net = Net()
         expected = [net.w, net.count, net.seed, net.dense, net.dropout]
         assert [*map(id, keras_layers.tracked(net))] == [*map(id, expected)]
+
+    @pytest.mark.parametrize("flag", [True, False, None])
+    def test_the_flag_of_an_inner_call_can_be_kept_from_the_layers_after_it(self, flag):
+        class Outer(layers.Layer):
+            def call(self, x):
+                with keras_layers.training_kept():
+                    self.inner(x, training=not flag)
+                return self.after(x)
+
+        seen = []
+
+        class Seeing(layers.Layer):
+            def call(self, x, training=None):
+                seen.append(training)
+                return x
+
+        outer = Outer()
+        outer.inner, outer.after = Seeing(), Seeing()
+        outer(rows(2, 3), training=flag)
+        assert seen[-2:] == [not flag, flag]  # Keras builds with a call, too
+
+    def test_without_the_note_of_calls_there_is_nothing_to_keep(self, monkeypatch):
+        monkeypatch.setattr(keras_layers, "get_global_attribute", lambda name: None)
+        with keras_layers.training_kept():
+            assert layers.Dense(2)(rows(2, 3)).shape == (2, 2)
 
     @pytest.mark.parametrize("name", keras_layers._TRACKED)
     def test_a_record_of_another_name_is_refused(self, monkeypatch, name):
@@ -978,3 +1005,23 @@ class TestSonnet:
         wrapper.__module__ = "sonnet.src.of_another_sonnet"
         with refused("f", "sonnet"):
             sonnet.undecorated(wrapper)
+
+
+@pytest.mark.parametrize(
+    ("command", "level"),
+    [
+        (["python", "-m", "tfloop.examples.mnist", "--lr=1"], "3"),
+        (["python", "-W", "error", "-m", "tfloop.examples.mnist"], "3"),
+        (["python", "-m", "tfloop.examples.mnist", "--tf_log"], None),
+        (["python", "-m", "pytest", "tfloop.examples.mnist"], None),
+        (["python", "train.py"], None),
+        (["python", "-m"], None),
+    ],
+)
+def test_only_our_own_commands_silence_tensorflow(command, level, monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    log.quieten(command)
+    assert os.environ.get("TF_CPP_MIN_LOG_LEVEL") == level
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
+    log.quieten(command)
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "1"  # the user's own

@@ -439,6 +439,44 @@ def test_a_line_an_epoch_in_a_pipe_and_a_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     learner.fit(loader(), epochs=1)
     assert "━━" in capsys.readouterr().out
+    learner.fit(loader(), epochs=1, verbose=2)
+    shown = capsys.readouterr().out
+    assert "loss" in shown
+    assert "━━" not in shown
+    learner.fit(loader(), epochs=1, verbose=0)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_endless_data_have_epochs_of_so_many_batches(accumulate, tmp_path):
+    batches = [(X[i : i + 3], Y[i : i + 3]) for i in range(0, 12, 3)]
+    endless = tf.data.Dataset.from_tensor_slices((X[:12], Y[:12])).batch(3).repeat()
+    whole = [tfloop.Learner(net(), grouped(), LOSS, accumulate=accumulate) for _ in range(3)]
+    unrolled = [batches[i % 4] for i in range(18)]  # what 3 epochs of 6 batches draw
+    for epoch in range(3):
+        whole[0].fit(unrolled[6 * epoch : 6 * epoch + 6], epochs=1)
+    history = whole[1].fit(endless, epochs=3, steps_per_epoch=6, steps_per_execution=4)
+    assert len(history.history["loss"]) == 3
+    assert_equal(whole[1].model, whole[0].model)
+    whole[2].fit(batches, epochs=3, steps_per_epoch=6)  # begun again at their end
+    assert_equal(whole[2].model, whole[0].model)
+
+
+def test_portions_of_a_loader_go_on_where_they_were_left(tmp_path):
+    def run(folder, *epochs):
+        for count in epochs:
+            learner = tfloop.Learner(net(), grouped(), LOSS)
+            learner.fit(loader(), epochs=count, steps_per_epoch=5, checkpoint=tmp_path / folder)
+        return learner.model
+
+    assert_equal(run("parts", 1, 2, 4), run("whole", 4))
+
+
+@pytest.mark.parametrize(("frequency", "validated"), [(1, 4), (2, 2), ([1, 4], 2), ({3}, 1)])
+def test_validation_follows_every_so_many_epochs_or_these(frequency, validated):
+    learner = tfloop.Learner(net(), grouped(), LOSS)
+    history = learner.fit(loader(), loader(), epochs=4, validation_freq=frequency)
+    assert (len(history.history["loss"]), len(history.history["val_loss"])) == (4, validated)
 
 
 @pytest.mark.parametrize("rates", RATES)
@@ -877,10 +915,15 @@ def test_an_unbuilt_model_is_refused_at_once():
             tf.data.Dataset.from_tensors((X, Y)).repeat(),
             {"epochs": 1},
             ValueError,
-            ["without end", "take(100)"],
+            ["without end", "take(100)", "steps_per_epoch=100"],
         ),
         ([(X,)], {"epochs": 1}, TypeError, ["1 parts"]),
         ([(X, Y)], {"epochs": -1}, ValueError, ["epochs=10"]),
+        ([(X, Y)], {"epochs": 1, "verbose": 3}, ValueError, ["`verbose`: got int 3"]),
+        ([(X, Y)], {"epochs": 1, "steps_per_epoch": 0}, ValueError, ["steps_per_epoch=100"]),
+        ([], {"epochs": 1, "steps_per_epoch": 2}, ValueError, ["no batches from train"]),
+        ([(X, Y)], {"epochs": 1, "validation_freq": 0}, ValueError, ["validation_freq=5"]),
+        ([(X, Y)], {"epochs": 1, "validation_freq": "2"}, TypeError, ["validation_freq`: got str"]),
         ([(X, Y)], {"epochs": 1, "steps_per_execution": 0}, ValueError, ["steps_per_execution=50"]),
         ([(X, Y)], {"epochs": 1, "callbacks": [print]}, TypeError, ["LambdaCallback"]),
         (

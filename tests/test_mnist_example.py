@@ -615,6 +615,30 @@ class TestEdges:
         assert (code, err) == (0, "")
         assert out.splitlines()[-1] == "Ended after 0 iterations."
 
+    def test_a_run_ends_with_its_accuracy_and_what_could_be_kept(self, command, tmp_path):
+        arguments = ["--dataset=digits", "--num_epochs=1", "--model.hidden_size=8"]
+        out = command(*arguments)[1]
+        accuracy = re.search(r"Valid loss .*, accuracy (.*) %", out).group(1)
+        end = f"Valid accuracy {accuracy} % after 1 epochs."
+        hint = "Nothing was kept; --workdir=FOLDER keeps all of a run."
+        assert out.splitlines()[-1] == f"{end} {hint}"
+        assert end in command(*arguments, f"--workdir={tmp_path}")[1].splitlines()
+
+    def test_xla_for_convolutions_on_a_cpu_is_warned_of_in_a_line(self, command):
+        code, _, err = command("--dataset=digits", "--num_epochs=0", "--jit_compile")
+        assert (code, err.count("\n")) == (0, 1)
+        assert err.startswith("warning: --jit_compile makes convolutions on a CPU")
+
+    @pytest.mark.parametrize("asked", [False, True])
+    def test_tensorflow_is_silent_unless_it_is_asked(self, asked):
+        arguments = ["-m", "tfloop.examples.mnist", "--dataset=digits", "--num_epochs=0"]
+        flags = ["--tf_log"] if asked else []
+        unset = {"TF_CPP_MIN_LOG_LEVEL": ""}
+        with Child(*arguments, *flags, environment=unset) as child:
+            ended = child.result()
+        assert ended.returncode == 0, ended.stderr
+        assert bool(ended.stderr) == asked
+
     def test_a_batch_larger_than_the_data_is_the_data(self, digits):
         config = mnist.TrainingConfig(num_epochs=2, batch_size=10_000, model={"hidden_size": 8})
         report = mnist.train(config, *digits)

@@ -970,3 +970,21 @@ BLEND, TO_DEVICE = "`blend(target, source, rate)`", "`to_device(model, device)`"
 def test_copies_refuse_what_makes_no_sense(kind, act, parts):
     with pytest.raises(kind, match=message(*parts)):
         act()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
+def test_a_view_inside_a_call_keeps_its_flag_to_itself(mode):
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.backbone = layers.Dense(1000, kernel_initializer="ones")
+            self.dropout = layers.Dropout(0.5)
+
+        def call(self, x):
+            return self.dropout(tfloop.valid(self.backbone)(x))
+
+    net = Net()
+    net(X[:1])
+    for training, dropped in ((True, 0.5), (False, 0.0)):
+        outputs = in_every_mode(lambda x, t=training: net(x, training=t))[mode](X[:1])
+        np.testing.assert_allclose(np.mean(outputs.numpy() == 0.0), dropped, atol=0.1)

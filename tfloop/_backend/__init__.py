@@ -6,8 +6,10 @@ with a wrong one. `keras_optimizers`, `keras_layers`, `keras_variables`, `keras_
 `keras_losses` know Keras, `tensorflow` and `sonnet` these two. `tests/test_backend.py` says of each
 name that it is still there and still means this.
 
-Importing it checks the versions, so it comes first.
+Importing it decides about TensorFlow's `log` and checks the versions, so it comes first.
 """
+
+from tfloop._backend import log as log  # noqa: I001 - before TensorFlow
 
 import keras
 import tensorflow as tf

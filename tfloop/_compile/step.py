@@ -35,20 +35,13 @@ _Owner = TypeVar("_Owner")
 _Batch = TypeVar("_Batch")
 
 
-<<<<<<< HEAD
-=======
 # `tf.distribute.Strategy` would be unknown to Pyright, and a strict program that compiles an error.
->>>>>>> w-reach
 @overload
 def compile(
     fn: Callable[_Params, _Return],
     *,
     jit_compile: bool = False,
-<<<<<<< HEAD
-    strategy: tf.distribute.Strategy | None = None,
-=======
     strategy: Any = None,
->>>>>>> w-reach
 ) -> "CompiledStep[_Params, _Return]": ...
 
 
@@ -57,11 +50,7 @@ def compile(
     fn: None = None,
     *,
     jit_compile: bool = False,
-<<<<<<< HEAD
-    strategy: tf.distribute.Strategy | None = None,
-=======
     strategy: Any = None,
->>>>>>> w-reach
 ) -> "_Decorator": ...
 
 

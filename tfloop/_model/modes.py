@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 import keras
 import tensorflow as tf
 
+from tfloop._backend.keras_layers import training_kept
 from tfloop._checks.messages import described, listed
 from tfloop._model.containers import is_container, parts_of, rebuilt
 from tfloop._model.graphs import call_arguments, is_plain_object
@@ -106,8 +107,9 @@ def valid(model: Any) -> Any:
     `model(x, training=False)` and leave it out of the step.
 
     Keras lets a flag leak: after `self.backbone(x, training=False)` inside a subclassed model,
-    later layers of the same call run without training too (Keras 3.15). Pass `training` on
-    to every layer in such a `call`. A flag that a model hard-codes can't be switched from outside.
+    later layers of the same call run without training too (Keras 3.15). A view there keeps its flag
+    to itself: `tfloop.valid(self.backbone)(x)`, or, where gradients must pass, hand `training` on
+    to every layer. A flag that a model hard-codes can't be switched from outside.
 
     Args:
       model: A Keras model or layer, a `tf.Module`, a view, or a dict or list of these and of
@@ -162,7 +164,7 @@ class View(Generic[_Model]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model in this mode; an explicit `training=` wins."""
         kwargs = _with_flag(self.module, self.training, args, kwargs)
-        with _explained_flag(self.module, args, kwargs):
+        with _explained_flag(self.module, args, kwargs), training_kept():
             if self._values:
                 outputs = _call_with_values(self.module, self._values, args, kwargs)
             else:
