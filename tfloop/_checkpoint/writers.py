@@ -116,7 +116,9 @@ def _keeping(task: Callable[[], None], failed: list[BaseException]) -> None:
     try:
         task()
     except BaseException as error:  # noqa: BLE001 - raised by `wait`
+        traceback.clear_frames(error.__traceback__)  # which hold the whole state
         failed.append(error)
+    del task
 
 
 def _show(failed: list[BaseException]) -> None:

@@ -18,26 +18,27 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # of C, and again for a signal handler inside of it
+        self._changed = threading.Condition(self._lock)
         self._steps: dict[int, int] = {}  # thread -> how many it is inside of
         self._alone: int | None = None
 
     def __enter__(self) -> None:
         """A step begins: at once, unless another thread wants to be alone."""
         me = threading.get_ident()
-        with self._changed:
-            if me not in self._steps:
-                while self._alone not in (None, me):
-                    self._changed.wait()
+        with self._lock:
+            if self._alone is not None and me not in self._steps:
+                self._changed.wait_for(lambda: self._alone in (None, me))
             self._steps[me] = self._steps.get(me, 0) + 1
 
     def __exit__(self, *error: object) -> None:
         """It ends."""
         me = threading.get_ident()
-        with self._changed:
-            self._steps[me] -= 1
-            if not self._steps[me]:
-                del self._steps[me]
+        with self._lock:
+            left = self._steps.pop(me) - 1
+            if left:
+                self._steps[me] = left
+            else:
                 if self._alone is not None:
                     self._changed.notify_all()
 
