@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
@@ -19,17 +20,15 @@ class GivenRate:
 
     Args:
       given: The optimizer.
-      dtype: That of the rates that reach the updates.
 
     Attributes:
       changes: How often the object that holds the rate was replaced, as `refresh` has seen it;
         that makes a trace stale.
     """
 
-    def __init__(self, given: Optimizer, dtype: str) -> None:
+    def __init__(self, given: Optimizer) -> None:
         self.changes = 0
         self._given = given
-        self._dtype = dtype
         self._source: Any = rate_of(given)
         self._called: tf.Variable | None = None  # what a function gave last
         self._asked = False
@@ -74,7 +73,7 @@ class GivenRate:
             self._asked = False  # what its own trace asked counts for the first run
 
     def _remember(self, value: Any) -> None:
-        value = tf.cast(value, self._dtype)
+        value = tf.cast(value, keras.config.floatx())  # in which Keras keeps rates
         if self._called is None:
             self._called = tf.Variable(value, trainable=False, name="rate")
         self._called.assign(value)

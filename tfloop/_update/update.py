@@ -51,10 +51,10 @@ class GroupUpdate:
     def __init__(self, given: Optimizer, call: str, *, fused: bool = True) -> None:
         check_arguments(given, call)
         self.given = given
+        self.rate = GivenRate(given)
         self.clipping = clipping_of(given)
         self.state = OptimizerState(copy_of(given, call), {}, fused)
         check_copy(given, self.state.optimizer, call)
-        self.rate = GivenRate(given, rate_of(self.state.optimizer).dtype)
 
     @property
     def variables(self) -> dict[str, Variable]:
