@@ -213,7 +213,8 @@ def main(config: TrainingConfig) -> None:
         raise _command.UnusableInput("--resume needs the folder of the run: --workdir=FOLDER.")
     with _command.blaming("--strategy"):
         strategy = tfloop.strategy(config.strategy)  # Before TensorFlow is used.
-    if config.jit_compile and all("CPU" in name for name in strategy.extended.worker_devices):
+    devices = {device.device_type for device in tf.config.list_logical_devices()}
+    if config.jit_compile and devices == {"CPU"}:
         _command.warn("--jit_compile makes convolutions on a CPU many times slower.")
     train(config, *_images.load(config.dataset, config.data_dir), strategy)
 

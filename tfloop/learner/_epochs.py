@@ -33,14 +33,14 @@ class Portions:
         return itertools.islice(self._endless(), self._steps - done)
 
     def _endless(self) -> Iterator[Any]:
-        while True:
+        empty = 0
+        while empty < 2:  # Once: a loader that was restored at the end of its epoch.
             if self._batches is None:
                 self._batches = iter(self._data)
-                first = next(self._batches, None)
-                if first is None:  # nothing, however often it is asked
-                    return
-                yield first
-            yield from self._batches
+            empty += 1
+            for batch in self._batches:
+                empty = 0
+                yield batch
             self._batches = None
 
 

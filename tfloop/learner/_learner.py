@@ -292,11 +292,14 @@ class Learner:
             self._window.reset()
             self._waiting = 0
         is_stopped = False
-        while not is_stopped and (drawn := _drawn(batches, at_once)) is not None:
-            events.on_train_batch_begin(done)
+        while not is_stopped:
             steps = at_once
             if self.accumulate > 1:  # a call ends with the window
                 steps = min(steps, self.accumulate - self._waiting)
+            drawn = _drawn(batches, steps)
+            if drawn is None:
+                break
+            events.on_train_batch_begin(done)
             ran, logs = self._run(self._train, drawn, steps, self._rate.numbers())
             self._trained(ran)
             events.on_train_batch_end(done + steps - 1, logs)
