@@ -2,8 +2,8 @@
 
 A port is a file `test_<name>.py` that names its source and holds three functions:
 
-    make() -> World         the networks, random numbers and optimizers' settings, unbuilt state none
-    by_hand(world) -> step  `tf.GradientTape` and Keras' optimizers, as the source has it
+    make() -> World             networks, metrics, random numbers
+    by_hand(world) -> step      `tf.GradientTape` and Keras' optimizers, as the source has it
     with_tfloop(world) -> step
 
 and the inputs of its steps. Both loops get worlds that are made alike, and the same inputs.

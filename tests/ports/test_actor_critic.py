@@ -54,7 +54,7 @@ def loss_of(chances, thoughts, rewards):
     returns = (returns - returns.mean()) / (returns.std() + np.finfo("float32").eps)
     surprises = [then - thought for then, thought in zip(returns, thoughts, strict=True)]
     actor = -sum(chance * surprise for chance, surprise in zip(chances, surprises, strict=True))
-    critic = sum(huber(t[None], [r]) for t, r in zip(thoughts, returns, strict=True))
+    critic = sum(huber(t[None], r[None]) for t, r in zip(thoughts, returns, strict=True))
     return actor + critic
 
 

@@ -1,4 +1,4 @@
-"""The CycleGAN tutorial of TensorFlow (github.com/tensorflow/docs, `tutorials/generative/cyclegan`).
+"""TensorFlow's tutorial of CycleGAN (github.com/tensorflow/docs, `generative/cyclegan`).
 
 Two generators translate between two kinds of images without pairs, two discriminators tell made
 from real. There and back again must give the image (cycle), and what is of the right kind already

@@ -38,7 +38,7 @@ def make():
     x = layers.Embedding(TOKENS, WIDTH)(tokens)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4, dropout=0.1)(x, x))
     x = layers.LayerNormalization()(x + layers.Dense(WIDTH, "gelu")(x))
-    hidden = layers.Lambda(lambda pair: tf.gather(*pair, batch_dims=1))([x, places])
+    hidden = keras.ops.take_along_axis(x, places[:, :, None], axis=1)
     logits = layers.Dense(TOKENS)(layers.Dropout(0.1)(hidden))
     return World(net=keras.Model([tokens, places], logits), loss=keras.metrics.Mean())
 

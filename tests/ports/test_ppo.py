@@ -12,7 +12,7 @@ from side_by_side import STEPS, World, assert_equal
 
 import tfloop
 
-EPOCHS, BOUND, VALUE, ENTROPY = 3, 0.2, 0.5, 0.01
+EPOCHS, BOUND, VALUE, ENTROPY = 2, 0.2, 0.5, 0.01
 RNG = np.random.default_rng(0)
 
 
