@@ -10,6 +10,7 @@ import re
 import keras
 import numpy as np
 import pytest
+import sonnet as snt
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,6 +224,13 @@ def test_select_gives_the_members_of_a_model_by_canonical_path():
     frozen = ParamGroup.from_layers(model.stem, model.drop)
     assert list(frozen.select(model)) == ["stem.kernel", "stem.bias"]
     assert ParamGroup.from_path("nothing").select(model) == {}
+
+
+def test_a_rank_finds_vectors_whatever_a_library_calls_them():
+    linear, norm = snt.Linear(2), snt.LayerNorm(-1, True, True)
+    norm(linear(tf.ones((1, 3))))
+    vectors = ParamGroup.from_rank(0, 1).select({"linear": linear, "norm": norm})
+    assert set(vectors) == {"linear.b", "norm.scale", "norm.offset"}
 
 
 def test_select_sees_every_path_to_a_tied_weight():

@@ -95,9 +95,8 @@ def with_tfloop(world):
             losses = losses_of(**nets, x=x, y=y)
         grads = tfloop.GradientsParams()
         for name, loss in losses.items():
-            own = tfloop.ParamGroup.from_name(name)
-            loss_grads = tape.backward(loss, wrt=nets[name])
-            grads = grads.merge(tfloop.GradientsParams.from_grads(loss_grads, nets, own))
+            own = tape.backward(loss, wrt=nets[name])
+            grads = grads.merge(tfloop.GradientsParams.from_grads(own, nets))
         optim.step(None, nets, grads)
         return losses
 
