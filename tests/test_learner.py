@@ -559,9 +559,10 @@ class TestAnEpochLeftInTheMiddle:
         assert fit(learner, tmp_path)[1].epoch == []
 
     @pytest.fixture(scope="class")
-    def undisturbed(self):
+    @classmethod
+    def undisturbed(cls):
         """The model of three epochs in windows of 3."""
-        learner = TestAnEpochLeftInTheMiddle().learner(accumulate=3)
+        learner = cls().learner(accumulate=3)
         learner.fit(loader(3), epochs=3)
         return learner.model
 
