@@ -112,7 +112,7 @@ for stops in ([], [Stop()]):
 assert_close(model, single)
 for key, numbers in wanted.items():
     np.testing.assert_allclose(history[key], numbers, rtol=1e-6)
-print("stopped")
+print("stopped-2")
 
 halves = [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)]
 for reduction in ("mean", "sum"):
