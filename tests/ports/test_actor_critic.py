@@ -79,8 +79,8 @@ def with_tfloop(world):
     def episode():
         with tfloop.Tape() as tape:
             loss = loss_of(*play(model, world.random))
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
-        optim.step(None, model, grads)
+        grads = tape.backward(loss, model)
+        optim.step(model, grads)
         return loss
 
     return episode

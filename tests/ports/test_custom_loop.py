@@ -56,8 +56,8 @@ def with_tfloop(world):
         with tfloop.Tape() as tape:
             logits = model(x)
             loss = tfloop.total_loss(cross_entropy(y, logits), model)
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
-        optim.step(None, model, grads)
+        grads = tape.backward(loss, model)
+        optim.step(model, grads)
         accuracy.update_state(y, logits)
         return loss
 

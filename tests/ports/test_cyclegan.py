@@ -95,9 +95,8 @@ def with_tfloop(world):
             losses = losses_of(**nets, x=x, y=y)
         grads = tfloop.GradientsParams()
         for name, loss in losses.items():
-            own = tape.backward(loss, wrt=nets[name])
-            grads = grads.merge(tfloop.GradientsParams.from_grads(own, nets))
-        optim.step(None, nets, grads)
+            grads = grads.merge(tape.backward(loss, {name: nets[name]}))
+        optim.step(nets, grads)
         return losses
 
     return train_step

@@ -70,8 +70,8 @@ def with_tfloop(world):
         time, noise, mixed = drawn(random, images)
         with tfloop.Tape() as tape:
             loss = mean_squared_error(noise, model([mixed, time]))
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
-        optim.step(None, model, grads)
+        grads = tape.backward(loss, model)
+        optim.step(model, grads)
         tfloop.blend(average, model, rate=1.0 - DECAY)
         return loss
 

@@ -75,8 +75,8 @@ def with_tfloop(world):
         wanted = wanted_worth(target(after), rewards, ended)
         with tfloop.Tape() as tape:
             loss = huber(wanted, worth_of(model(states), actions))
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
-        optim.step(None, model, grads)
+        grads = tape.backward(loss, model)
+        optim.step(model, grads)
         return loss
 
     def turn(number, batch):

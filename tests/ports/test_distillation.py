@@ -71,8 +71,8 @@ def with_tfloop(world):
         with tfloop.Tape() as tape:
             logits = student(images)
             loss = loss_of(labels, logits, teacher(images))
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), student)
-        optim.step(None, student, grads)
+        grads = tape.backward(loss, student)
+        optim.step(student, grads)
         world.accuracy.update_state(labels, logits)
         return loss
 

@@ -81,10 +81,10 @@ def with_tfloop(world):
     def train_step(tokens, places, targets, weights):
         with tfloop.Tape() as tape:
             loss = loss_of(targets, model([tokens, places]), weights)
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
+        grads = tape.backward(loss, model)
         # One norm over both groups; `clipping=` takes that of each group.
         grads = grads.scale(1.0 / tf.maximum(grads.global_norm(), 1.0))
-        optim.step(None, model, grads)
+        optim.step(model, grads)
         world.loss.update_state(loss)
         return loss
 

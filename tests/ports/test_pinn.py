@@ -78,8 +78,8 @@ def with_tfloop(world):
             u_t = inner.backward(u, wrt=time).wrt(time)
             u_xx = inner.backward(u_x, wrt=place).wrt(place)
             loss = loss_of(model, u, u_t, u_x, u_xx)
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
-        optim.step(None, model, grads)
+        grads = tape.backward(loss, model)
+        optim.step(model, grads)
         return loss
 
     return train_step

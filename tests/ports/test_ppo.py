@@ -77,8 +77,8 @@ def with_tfloop(world):
             with tfloop.Tape() as tape:
                 logits = nets["actor"](observations)
                 loss = loss_of(logits, nets["critic"](observations), *rest)
-            grads = tfloop.GradientsParams.from_grads(tape.backward(loss), nets)
-            optim.step(None, nets, grads)
+            grads = tape.backward(loss, nets)
+            optim.step(nets, grads)
             total += loss
         return total / EPOCHS
 

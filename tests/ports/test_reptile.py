@@ -75,8 +75,8 @@ def with_tfloop(world):
     def inner_step(images, labels):
         with tfloop.Tape() as tape:
             loss = cross_entropy(labels, net(images))
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), net)
-        optim.step(None, net, grads)
+        grads = tape.backward(loss, net)
+        optim.step(net, grads)
         return loss
 
     def meta_step(rate, images, labels):

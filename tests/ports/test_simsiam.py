@@ -80,8 +80,8 @@ def with_tfloop(world):
             z1, z2 = encoder(one), encoder(two)
             p1, p2 = predictor(z1), predictor(z2)
             loss = unlikeness(p1, z2) / 2 + unlikeness(p2, z1) / 2
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), nets)
-        optim.step(None, nets, grads)
+        grads = tape.backward(loss, nets)
+        optim.step(nets, grads)
         world.loss.update_state(loss)
         return world.loss.result()
 

@@ -101,13 +101,13 @@ def with_tfloop(world):
                 with tfloop.Tape(watch=[mixed]) as inner:
                     score = critic(mixed)
                 critic_loss += penalty_of(inner.backward(score, wrt=[mixed]).wrt(mixed))
-            grads = tfloop.GradientsParams.from_grads(tape.backward(critic_loss), critic)
-            critic_optim.step(None, critic, grads)
+            grads = tape.backward(critic_loss, critic)
+            critic_optim.step(critic, grads)
         noise = random.normal((len(real), NOISE))
         with tfloop.Tape() as tape:
             loss = -tf.reduce_mean(critic(generator(noise)))
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), generator)
-        generator_optim.step(None, generator, grads)
+        grads = tape.backward(loss, generator)
+        generator_optim.step(generator, grads)
         return critic_loss, loss
 
     return train_step
