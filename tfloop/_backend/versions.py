@@ -17,6 +17,7 @@ TESTED = {
     "keras": "keras>=3.10,<3.17",
     "tensorflow": "tensorflow>=2.20,<2.24",
     "sonnet": "dm-sonnet==2.0.2",
+    "tf_keras": "tf_keras>=2.20",
 }
 """The versions that the tests run with, as pip takes them."""
 

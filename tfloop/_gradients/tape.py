@@ -286,6 +286,10 @@ def _losses(book: AddressBook) -> Iterator[tf.Tensor]:
     """What `layer.losses` of all outermost layers holds, shared layers and variables once."""
     for layer in book.layers.values():
         yield from own_losses(layer)
+    inside = {id(part) for layer in book.of_keras_2.values() for part in layer.submodules}
+    for layer in book.of_keras_2.values():
+        if id(layer) not in inside:
+            yield from layer.losses
     for variable in book.parameters().values():
         regularizer = getattr(variable, "regularizer", None)
         if regularizer is not None:

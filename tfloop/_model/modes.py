@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 import keras
 import tensorflow as tf
 
+from tfloop._backend import tf_keras
 from tfloop._backend.keras_layers import training_kept
 from tfloop._checks.messages import described, listed
 from tfloop._model.containers import is_container, parts_of, rebuilt
@@ -303,9 +304,24 @@ def _with_flag(module: Any, training: bool, args: tuple, kwargs: dict) -> dict:
     if isinstance(module, keras.layers.Layer):
         taken = ["training", *(flag for flag in taken if flag != "training")]
     elif not taken:
+        _check_needs_no_flag(module, training)
         return kwargs
     others = {name: value for name, value in kwargs.items() if name not in _FLAGS}
     return others | dict.fromkeys(taken, given[0] if given else training)
+
+
+def _check_needs_no_flag(module: Any, training: bool) -> None:
+    """In Keras 2 layers inside get the flag by the `call` around them, or run without training."""
+    if not training or not tf_keras.is_layer(module):
+        return
+    inner = (part for part in module.submodules if tf_keras.is_layer(part))
+    deaf = next((part for part in inner if "training" in call_arguments(part)), None)
+    if deaf is not None:
+        raise TypeError(
+            f"`train(model)(x)` can't train {described(module)} of tf_keras: got a `call` without "
+            f"`training`, expected one that passes it on to {described(deaf)}, which would run in "
+            "inference, in silence. Write `def call(self, x, training=None): ...`."
+        )
 
 
 @contextlib.contextmanager
