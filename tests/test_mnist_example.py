@@ -44,6 +44,12 @@ def few(digits):
     return [_images.Images(*(array[:size] for array in split)) for split, size in sizes]
 
 
+@pytest.fixture
+def few_digits(few, monkeypatch):
+    """The command line finds these, without the seconds that TFDS takes to prepare all."""
+    monkeypatch.setattr(_images, "load", lambda dataset, folder: few)
+
+
 @pytest.fixture(scope="module")
 def digits_run(digits, tmp_path_factory):
     """Ten epochs on the digits, for whoever looks at one: the settings and the report."""
@@ -455,11 +461,8 @@ def scalars(folder):
     return found
 
 
+@pytest.mark.usefixtures("few_digits")
 class TestFiles:
-    @pytest.fixture(autouse=True)
-    def few_digits(self, few, monkeypatch):
-        monkeypatch.setattr(_images, "load", lambda dataset, folder: few)
-
     def test_the_work_folder_holds_settings_scalars_and_a_plot(self, command, tmp_path):
         folder = tmp_path / "new" / "run"
         arguments = ["--dataset=digits", "--num_epochs=2", "--lr=1e-3", "--model.hidden_size=32"]
@@ -610,6 +613,7 @@ class TestFiles:
 
 
 class TestEdges:
+    @pytest.mark.usefixtures("few_digits")
     def test_no_epochs_end_at_once(self, command):
         code, out, err = command("--dataset=digits", "--num_epochs=0")
         assert (code, err) == (0, "")
@@ -733,6 +737,7 @@ class TestBadInput:
         assert (code, err.count("\n")) == (2, 1)
         assert expected in err
 
+    @pytest.mark.usefixtures("few_digits")
     def test_a_work_folder_that_cannot_be_written_is_one_line(self, command, tmp_path):
         (tmp_path / "file").write_text("")
         for folder in (tmp_path / "file", tmp_path / "file" / "run", pathlib.Path("/proc/run")):
