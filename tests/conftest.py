@@ -1,4 +1,8 @@
-"""Settings of the whole suite, made before TensorFlow is imported."""
+"""Settings of the whole suite, made before TensorFlow is imported.
+
+With TFLOOP_TEST_ALL=1, as `.ci/run` sets it, nothing is left out: all pairs of tests/conformance,
+and more random histories and killed runs. Else a part of them is run.
+"""
 
 import os
 
@@ -20,16 +24,19 @@ def _plain(monkeypatch):
         monkeypatch.setattr(cell_update, "_LARGE", 2**62)
 
 
-# The files that take longest. A file is one worker's; a long one left for the end would have the
-# others wait for it.
+# The files that take longest. What is one worker's and left for the end would have the others wait.
 LONG = ("replicas", "multi_worker", "examples", "mnist_example", "update", "learner", "laws")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups.
 def pytest_collection_modifyitems(items):
-    """The long files first, the others in their order."""
+    """The long files first; a file is one worker's where its tests name no other group."""
 
     def place(item):
         name = item.path.stem.removeprefix("test_")
         return LONG.index(name) if name in LONG else len(LONG)
 
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=place)

@@ -2,8 +2,8 @@
 
 Hypothesis makes them up: steps with any of the gradients, windows, groups that are added, layers
 frozen and unfrozen, rates, clippings, saves, restores, rebuilt models and deep copies, each step
-compiled or not. After every rule all values and all slots are compared. TFLOOP_HISTORIES sets how
-many are run; a history that falls is shrunk, and becomes a test.
+compiled or not. After every rule all values and all slots are compared. A history that falls is
+shrunk, and becomes a test.
 """
 
 import os
@@ -323,7 +323,7 @@ class History(RuleBasedStateMachine):
 
 
 History.TestCase.settings = settings(
-    max_examples=int(os.environ.get("TFLOOP_HISTORIES", "8")),
+    max_examples=40 if os.environ.get("TFLOOP_TEST_ALL") else 8,
     stateful_step_count=14,
     derandomize=True,
     deadline=None,

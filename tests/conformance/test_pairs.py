@@ -1,8 +1,8 @@
 """Programs times ways: what a step holds, and how it is run, never shows in a number.
 
-A part of the pairs is run, in which every program and every way occurs; TFLOOP_ALL_PAIRS=1 runs
-all of them, spread by `-n auto --dist=loadgroup`. A pair that can't work is a row of one of the
-tables below; nothing is left out in silence.
+A part of the pairs is run, in which every program and every way occurs; all of them with
+TFLOOP_TEST_ALL=1. A pair that can't work is a row of one of the tables below; nothing is left out
+in silence.
 """
 
 import json
@@ -121,7 +121,7 @@ def listed(table, program, way):
     return rows[0] if rows else None
 
 
-ALL = bool(os.environ.get("TFLOOP_ALL_PAIRS"))
+ALL = bool(os.environ.get("TFLOOP_TEST_ALL"))
 CHOSEN = [(p, w) for p, w, part in pairs() if (ALL or part) and not listed(DEADLY, p, w)]
 PARAMS = [
     # Those of one program share its references, those of another process that process.
