@@ -150,7 +150,7 @@ def test_policies_give_float32_gradients_and_buffers(policy, scope):
     kinds: list[tf.DType] = []
     first = float(step(tf.constant(X)))
     assert set(kinds) == {tf.float32}
-    assert {buffer.dtype.name for buffer in window._buffers.values()} == {"float32"}
+    assert {buffer.dtype.name for buffer in window._buffers.sums.values()} == {"float32"}
     for _ in range(10):
         optim.step(0.05, model, window)
         last = float(step(tf.constant(X)))
