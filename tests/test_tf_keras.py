@@ -1,4 +1,4 @@
-"""Models of Keras 2 (`tf_keras`) in our loop, beside their own; skipped where it isn't installed."""
+"""Models of Keras 2 (`tf_keras`) in our loop, beside their own; skipped where it's missing."""
 
 import keras
 import numpy as np
