@@ -185,6 +185,7 @@ def test_a_restored_state_waits_for_a_model_born_in_the_trace():
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
+@since(SCHEDULE_FREE)
 def test_what_was_trained_before_keeps_its_state_when_a_layer_is_born_in_a_trace():
     net, twin = a_net(1, built=True), a_net(1, built=True)
     rule = RULES["ScheduleFreeAdamW"]

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from helpers import message, read, values
 from processes import ROOT, run
+from since import EMPTY_EPOCHS, has
 
 import tfloop
 from tfloop import GradientsParams, ModuleLearningRate, ModuleLrScheduler, ParamGroup
@@ -698,7 +699,8 @@ class TestAnEpochLeftInTheMiddle:
 
         whole = self.learner()
         calls, history = self.fit(whole, data=data())
-        for stop_after in (3, 8):  # after the last batch, that it was the last isn't known yet
+        # After the last batch, that it was the last isn't known yet.
+        for stop_after in (3, 8) if has(EMPTY_EPOCHS) else (3,):
             folder = tmp_path / str(stop_after)
             first, _ = self.fit(self.learner(), folder, data(), stop_after=stop_after)
             learner = self.learner()
