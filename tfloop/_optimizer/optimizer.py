@@ -21,7 +21,7 @@ from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup, as_group
 from tfloop._model.paths import AddressBook, address_book, root_key
-from tfloop._optimizer import record, summary
+from tfloop._optimizer import nonfinite, record, summary
 from tfloop._optimizer.checks import (
     STEP,
     as_rate,
@@ -75,8 +75,13 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         `"sum"`; or `None` for gradients that are reduced already, by `grads.reduce()`.
       scaler: A `LossScaler`, for float16; it is this optimizer's from now on. Hand it to each
         `Tape(scaler=optim.scaler)`.
-      skip_nonfinite: Skip updates with a gradient that isn't finite, as a scaler does. The update
-        of all groups on all replicas is skipped, and `skipped` counts it.
+      on_nonfinite: What becomes of an update with a gradient that isn't finite. By default it is
+        made. `"skip"`, as a scaler does: the update of all groups on all replicas is left out, and
+        `skipped` counts it. `"raise"`: it is left out, and the step raises a
+        `tf.errors.InvalidArgumentError` that names the first parameter of the backward pass whose
+        gradient isn't finite, how many are, the updates made before and the replica; a step under
+        XLA can't raise, so the next call of a `tfloop.compile` step does.
+      skip_nonfinite: `True` is `on_nonfinite="skip"`.
       strict: Raise for a group that serves no parameter; `False` only warns.
       fused: Where Keras' rule treats each element alone, run it once over all small parameters of
         a group as one vector; and in a graph on a CPU, let XLA make one pass of it for those of
@@ -107,6 +112,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         reduction: str | None = "mean",
         scaler: LossScaler | None = None,
         skip_nonfinite: bool = False,
+        on_nonfinite: str | None = None,
         strict: bool = True,
         fused: bool = True,
     ) -> None:
@@ -120,7 +126,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             )
         self._strict = strict
         self._reduction = reduction
-        self._skips = bool(skip_nonfinite) or scaler is not None
+        on_nonfinite = nonfinite.checked(call, on_nonfinite, skip_nonfinite, scaler)
+        self._skips = on_nonfinite is not None  # XLA drops what raises
+        self._alarm = nonfinite.Alarm() if on_nonfinite == "raise" else None
         self._fused = bool(fused)
         self._groups = [Group(ParamGroup.all(), optimizer, clipping, call, fused=self._fused)]
         self._model: Any = None
@@ -295,6 +303,10 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         if self._skips:
             flags = [sparse.all_finite(grad) for grad in judged]
             finite = [tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)]
+        if self._alarm is not None and total.grads:
+            local = {path: brought.grads[path] for path in total.grads}
+            finite.append(self._alarm.findings(local, book.parameters(), self._iterations))
+            checks += self._alarm.asserted(*finite)
         # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
         with tf.control_dependencies(checks):
             works = [update.prepared(parts, total.present) for update, parts in plans]
@@ -411,6 +423,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return self._reduction
 
     @property
+    def on_nonfinite(self) -> str | None:
+        """What happens to an update with a gradient that isn't finite."""
+        return "raise" if self._alarm is not None else "skip" if self._skips else None
+
+    @property
     def root(self) -> Any:
         """The model that the optimizer was built with, or `None`."""
         return self._model
@@ -420,7 +437,12 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return [self._version, *[g.update.rate_changes for g in self._groups if g.update]]
 
     def refresh(self) -> None:
-        """Asks the functions given as rates, for the compiled step that comes next."""
+        """Asks the functions given as rates, for the compiled step that comes next.
+
+        Raises what the step before has met, if that couldn't.
+        """
+        if self._alarm is not None:
+            self._alarm.ring()
         for group in self._groups:
             if group.update is not None:
                 group.update.refresh()
@@ -459,7 +481,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             "sgd",
             reduction=self._reduction,
             scaler=copy.deepcopy(self._scaler, memo),
-            skip_nonfinite=self._skips,
+            on_nonfinite=self.on_nonfinite,
             strict=self._strict,
             fused=self._fused,
         )
@@ -533,6 +555,8 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             setattr(self, name, moved)
         if self._scaler is not None:
             self._scaler.move_home(home)
+        if self._alarm is not None:
+            self._alarm.move_home(home)
         placement.spread_seeds(home)
         self._model, self._book, self._owner, self._groups = model, book, owner, groups
         self._mark_changed()
@@ -655,6 +679,9 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 placement.update(strategy, self._skipped, _add, tf.logical_not(sound))
                 if self._scaler is not None:
                     self._scaler.adapt(strategy, sound)
+                if self._alarm is not None:
+                    for met in finite[1:]:
+                        self._alarm.note(strategy, sound, placement.agreed(strategy, met))
             else:
                 change()
             for path, mean in statistics.items():
