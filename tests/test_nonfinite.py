@@ -1,5 +1,7 @@
 """Gradients that aren't finite: what is left out, and what is said about them."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -35,6 +37,12 @@ def stepper(net, optim, way):
     return step if way == "eager" else tfloop.compile(step, jit_compile=way == "jitted")
 
 
+def calls(step, *inputs):
+    """One after the other: a step under XLA can't raise, so the next call does, at its begin."""
+    for each in inputs:
+        step(each)
+
+
 def values(net):
     return [variable.numpy() for variable in net.variables]
 
@@ -47,9 +55,8 @@ def test_raise_names_the_parameter_where_it_begins_and_changes_nothing(way):
     step(tf.ones(2))
     before = values(net)
     counts = "2 of 3 have it, after 2" if way == "jitted" else r"updates before:\] \[2 3 1 2\]"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=f"first for 'middle'.*{counts}"):
-        step(tf.constant([0.0, 1.0]))
-        step(tf.ones(2))  # XLA can't raise, so the next call does, before it begins
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"(?s)first for `middle`.*{counts}"):
+        calls(step, tf.constant([0.0, 1.0]), tf.ones(2))
     np.testing.assert_array_equal(values(net), before)
     assert int(optim.iterations) == 2
     step(tf.ones(2))
@@ -60,9 +67,9 @@ def test_raise_names_the_parameter_where_it_begins_and_changes_nothing(way):
 def test_a_loss_that_is_not_finite_reaches_every_gradient(way):
     net, optim = Net(), ModuleOptimizer("sgd", on_nonfinite="raise")
     step = stepper(net, optim, way)
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"'last'.*(\[3 3 0 0\]|3 of 3 have)"):
-        step(tf.constant([np.nan, np.nan]))
-        step(tf.ones(2))
+    match = r"(?s)`last`.*(\[3 3 0 0\]|3 of 3 have)"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=match):
+        calls(step, tf.constant([np.nan, np.nan]), tf.ones(2))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -70,11 +77,9 @@ def test_a_norm_that_overflows_is_told_from_a_gradient(way):
     clipping = GradientClipping.by_global_norm(1.0)
     net, optim = Net(), ModuleOptimizer("sgd", clipping=clipping, on_nonfinite="raise")
     step = stepper(net, optim, way)
+    net.last.assign([1e10, 1e10])
     with pytest.raises(tf.errors.InvalidArgumentError, match="the norm that a clipping takes"):
-        step(tf.fill(2, 1e38))
-        net.last.assign([1e38, 1e38])
-        step(tf.ones(2))
-        step(tf.ones(2))
+        calls(step, tf.fill(2, 1e38), tf.ones(2))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -88,30 +93,6 @@ def test_while_all_is_well_it_is_as_if_nobody_asked(way):
         found.append(values(net))
     np.testing.assert_array_equal(found[1], found[2])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-6)  # XLA may order what it computes
-
-
-def test_it_says_which_replica():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="only")])
-    optim = ModuleOptimizer("sgd", on_nonfinite="raise")
-
-    @tfloop.compile(strategy=strategy)
-    def step(x):
-        with tfloop.Tape() as tape:
-            loss = tf.reduce_mean(net(x))
-        optim.step(0.1, net, GradientsParams.from_grads(tape.backward(loss), net))
-
-    step(tf.ones((4, 1)))
-    before = [value.copy() for value in net.get_weights()]
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        step(tf.constant([[1.0], [1.0], [1.0], [np.inf]]))  # the second half is the second's
-    text = str(caught.value)
-    assert "first for 'only.kernel'" in text or "from another replica" in text
-    if "only.kernel" in text:
-        assert "[1 2 1 1] [1]" in text
-    for value, expected in zip(net.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(value, expected)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +109,6 @@ def test_what_contradicts_itself_raises(options, match):
 
 
 def test_a_copy_and_a_keras_optimizer_keep_the_choice():
-    import copy
-
     for what in (None, "skip", "raise"):
         optim = ModuleOptimizer("sgd", on_nonfinite=what)
         assert copy.deepcopy(optim).on_nonfinite == what

@@ -18,13 +18,14 @@ from tfloop._tracing import traces
 
 CHOICES = (None, "skip", "raise")
 
+# Without apostrophes, which TensorFlow would show with a backslash each.
 _MSG = (
-    f"`{STEP}` got gradients that aren't finite: got NaN or infinity, {{where}}, expected finite "
-    "numbers. {count}. Nothing was changed. If all have it, the loss or its input isn't finite; "
+    f"`{STEP}` got gradients that are not finite: got NaN or infinity, {{where}}, expected finite "
+    "numbers. {count}. Nothing was changed. If all have it, the loss or its input is not finite; "
     "else look for a root, logarithm or division between that parameter and the loss: "
     "`tf.debugging.enable_check_numerics()`.{rest}"
 )
-_FIRST = "in the backward pass first for {!r}"
+_FIRST = "in the backward pass first for `{}`"
 _ELSEWHERE = "from another replica, or in the norm that a clipping takes"
 
 
