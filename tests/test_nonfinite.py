@@ -113,6 +113,8 @@ def test_a_copy_and_a_keras_optimizer_keep_the_choice():
         optim = ModuleOptimizer("sgd", on_nonfinite=what)
         assert copy.deepcopy(optim).on_nonfinite == what
         net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        optim.build(net)
         config = optim.as_keras(net).get_config()
+        assert config["on_nonfinite"] == what
         twin = type(optim.as_keras(net)).from_config(config)
-        assert twin._optim.on_nonfinite == what
+        assert twin.get_config()["on_nonfinite"] == what

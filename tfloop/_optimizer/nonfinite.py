@@ -3,6 +3,7 @@
 Whether they are is decided for all replicas together; where they are, by each for itself.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,6 +52,11 @@ def checked(call: str, on_nonfinite: Any, skip_nonfinite: Any, scaler: Any) -> s
     return "skip" if skips else on_nonfinite
 
 
+def flags_of(grads: Mapping[str, Gradient]) -> dict[str, tf.Tensor]:
+    """Path -> is the gradient finite, a scalar bool?"""
+    return {path: sparse.all_finite(grad) for path, grad in grads.items()}
+
+
 class Alarm:
     """Says where gradients weren't finite: when the step runs, or under XLA before the next one.
 
@@ -68,20 +74,20 @@ class Alarm:
         self._noted = placement.at_home(self._noted, variables, placement.ALIKE)
 
     def findings(
-        self, grads: Mapping[str, Gradient], parameters: Iterable[str], updates: tf.Tensor
+        self, flags: Mapping[str, tf.Tensor], parameters: Iterable[str], updates: tf.Tensor
     ) -> tf.Tensor:
         """What was met here: how many of how many aren't finite, the first's place, the updates.
 
         Args:
-          grads: Those of this replica.
+          flags: Path -> is the gradient of this replica finite?
           parameters: The paths of the model, in its order.
           updates: How many were made before.
         """
         # Backward: what isn't finite spreads from the loss to the parameters before.
         self._paths = [*parameters][::-1]
-        places = [place for place, path in enumerate(self._paths) if path in grads]
-        flags = [sparse.all_finite(grads[self._paths[place]]) for place in places]
-        wrong = tf.cast(tf.logical_not(tf.stack(flags)), tf.int64)
+        places = [place for place, path in enumerate(self._paths) if path in flags]
+        found = tf.stack([flags[self._paths[place]] for place in places])
+        wrong = tf.cast(tf.logical_not(found), tf.int64)
         first = tf.gather(tf.constant(places, tf.int64), tf.argmax(wrong))
         counts = [tf.reduce_sum(wrong), tf.constant(len(places), tf.int64)]
         return tf.stack([*counts, first, tf.cast(updates, tf.int64)])
@@ -101,17 +107,23 @@ class Alarm:
         if placement.is_replica():
             rest = f"{rest[:-1]}; replica:"
             data.append(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        said = functools.partial(_MSG.format, count="Counts follow", rest=rest)
+        is_plain = tf.executing_eagerly() or traces.is_current()
 
         def fail() -> tf.Tensor:
             wrong, _, first, _ = tf.unstack(met)
-            # One for each path, as a text that is known when it is traced: XLA takes no other, and
-            # nobody tells whether a `tf.function` is for XLA.
-            for place, path in enumerate(self._paths):
-                text = _MSG.format(where=_FIRST.format(path), count="Counts follow", rest=rest)
-                other = tf.logical_or(tf.equal(wrong, 0), tf.not_equal(first, place))
-                tf.raw_ops.Assert(condition=other, data=[text, *data], summarize=4)
-            text = _MSG.format(where=_ELSEWHERE, count="Here all are finite", rest=rest)
-            tf.raw_ops.Assert(condition=False, data=[text, *data], summarize=4)
+            if is_plain:
+                begin, end = said(where=_FIRST).split("{}")
+                text = tf.strings.join([begin, tf.gather(self._paths, first), end])
+                tf.raw_ops.Assert(condition=tf.equal(wrong, 0), data=[text, *data], summarize=4)
+            else:
+                # XLA takes no text that isn't known when it is traced, and nobody tells whether a
+                # `tf.function` is for XLA: one assertion for each path, which takes time to trace.
+                for place, path in enumerate(self._paths):
+                    other = tf.logical_or(tf.equal(wrong, 0), tf.not_equal(first, place))
+                    text = said(where=_FIRST.format(path))
+                    tf.raw_ops.Assert(condition=other, data=[text, *data], summarize=4)
+            tf.raw_ops.Assert(condition=False, data=[said(where=_ELSEWHERE), *data], summarize=4)
             return tf.constant(0)
 
         return [tf.cond(finite, lambda: tf.constant(0), fail)]

@@ -292,7 +292,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         routed = self._routed(brought.grads, book)
         total = brought.reduced([path for *_, share in routed for path in share], book)
         plans = []
-        judged = list(total.grads.values())
+        judged: list[Gradient] = []
         for group, update, share in routed:
             bounded = group.clipped({path: total.grads[path] for path in share})
             if group.clipping is not None:
@@ -301,12 +301,14 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         checks = self._checks(plans) + brought.checks(total)
         finite = []
         if self._skips:
-            flags = [sparse.all_finite(grad) for grad in judged]
-            finite = [tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)]
-        if self._alarm is not None and total.grads:
-            local = {path: brought.grads[path] for path in total.grads}
-            finite.append(self._alarm.findings(local, book.parameters(), self._iterations))
-            checks += self._alarm.asserted(*finite)
+            flags = nonfinite.flags_of(total.grads)
+            every = [*flags.values(), *map(sparse.all_finite, judged)]
+            finite = [tf.reduce_all(tf.stack(every)) if every else tf.constant(True)]
+            if self._alarm is not None and flags:
+                if placement.is_replica():
+                    flags = nonfinite.flags_of({path: brought.grads[path] for path in flags})
+                finite.append(self._alarm.findings(flags, book.parameters(), self._iterations))
+                checks += self._alarm.asserted(*finite)
         # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
         with tf.control_dependencies(checks):
             works = [update.prepared(parts, total.present) for update, parts in plans]
