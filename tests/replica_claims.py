@@ -9,6 +9,7 @@ one process could meet the collectives of the first, so all claims share one.
 import collections
 import copy
 import os
+import re
 import sys
 import threading
 import time
@@ -398,6 +399,22 @@ def claim_what_is_not_finite_on_one_replica_skips_all(strategy, folder):
         assert_alike(optim, root)
         moved = {key: value for key, value in state().items() if "learning_rate" not in key}
         assert all((value != before[key]).any() for key, value in moved.items())
+
+
+def claim_a_gradient_that_is_not_finite_is_told_with_its_replica(strategy, folder):
+    with strategy.scope():
+        net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="only")])
+    optim = ModuleOptimizer("sgd", on_nonfinite="raise")
+    step = squares_step(strategy, net, optim)
+    step(tf.ones((4, 1)))
+    before = [value.copy() for value in net.get_weights()]
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        step(tf.constant([[1.0], [1.0], [1.0], [np.inf]]))
+    # TensorFlow gives that of the replica which fails first.
+    found = r"`only.bias`.*\[2 2 0 1\] \[1\]|from another replica.*\[0 2 0 1\] \[0\]"
+    assert re.search(f"(?s){found}", str(caught.value)), caught.value
+    for value, expected in zip(net.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 def claim_one_collective_for_dense_gradients_and_none_for_micro_steps(strategy, folder):

@@ -38,9 +38,8 @@ class Turns:
             left = self._steps.pop(me) - 1
             if left:
                 self._steps[me] = left
-            else:
-                if self._alone is not None:
-                    self._changed.notify_all()
+            elif self._alone is not None:
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def alone(self, call: str) -> Iterator[None]:

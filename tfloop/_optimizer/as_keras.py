@@ -337,7 +337,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
 def _options(optim: ModuleOptimizer) -> dict[str, Any]:
     """What an optimizer was given besides its groups."""
     scaler = optim.scaler and [float(optim.scaler.scale.numpy()), optim.scaler._growth_interval]
-    return {"reduction": optim.reduction, "skip_nonfinite": optim._assembly.skips, "scaler": scaler}
+    return {"reduction": optim.reduction, "on_nonfinite": optim.on_nonfinite, "scaler": scaler}
 
 
 def _optimizer_of(rows: list[_Row], options: dict[str, Any]) -> ModuleOptimizer:
@@ -346,7 +346,8 @@ def _optimizer_of(rows: list[_Row], options: dict[str, Any]) -> ModuleOptimizer:
         fallback.optimizer,
         clipping=fallback.clipping,
         reduction=options["reduction"],
-        skip_nonfinite=options["skip_nonfinite"],
+        skip_nonfinite=options.get("skip_nonfinite", False),  # as older files have it
+        on_nonfinite=options.get("on_nonfinite"),
         scaler=options["scaler"] and _scaler_of(*options["scaler"]),
     )
     for row in groups:

@@ -16,7 +16,7 @@ from tfloop._clipping.clipping import GradientClipping
 from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup, as_group
-from tfloop._optimizer import record, summary
+from tfloop._optimizer import nonfinite, record, summary
 from tfloop._optimizer.assembly import Assembly
 from tfloop._optimizer.checks import LEFT_OUT, STEP, step_arguments
 from tfloop._optimizer.contribution import turn_at
@@ -58,8 +58,13 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         `"sum"`; or `None` for gradients that are reduced already, by `grads.reduce()`.
       scaler: A `LossScaler`, for float16; it is this optimizer's from now on. Hand it to each
         `Tape(scaler=optim.scaler)`.
-      skip_nonfinite: Skip updates with a gradient that isn't finite, as a scaler does. The update
-        of all groups on all replicas is skipped, and `skipped` counts it.
+      on_nonfinite: What becomes of an update with a gradient that isn't finite. By default it is
+        made. `"skip"`, as a scaler does: the update of all groups on all replicas is left out, and
+        `skipped` counts it. `"raise"`: it is left out, and the step raises a
+        `tf.errors.InvalidArgumentError` that names the first parameter of the backward pass whose
+        gradient isn't finite, how many are, the updates made before and the replica; a step under
+        XLA can't raise, so the next call of a `tfloop.compile` step does.
+      skip_nonfinite: `True` is `on_nonfinite="skip"`.
       strict: Raise for a group that serves no parameter; `False` only warns.
       fused: Where Keras' rule treats each element alone, run it once over all small parameters of
         a group as one vector; and in a graph on a CPU, let XLA make one pass of it for those of
@@ -90,6 +95,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         reduction: str | None = "mean",
         scaler: LossScaler | None = None,
         skip_nonfinite: bool = False,
+        on_nonfinite: str | None = None,
         strict: bool = True,
         fused: bool = True,
     ) -> None:
@@ -105,12 +111,13 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 f"`{call}` got {described(scaler)} as scaler, expected a LossScaler or None. "
                 "Write `tfloop.ModuleOptimizer(optimizer, scaler=tfloop.LossScaler())`."
             )
+        on_nonfinite = nonfinite.checked(call, on_nonfinite, skip_nonfinite, scaler)
         self._fused = bool(fused)
         self._assembly = Assembly(
             Group(ParamGroup.all(), optimizer, clipping, call, fused=self._fused),
             reduced,
             scaler=scaler,
-            skips=bool(skip_nonfinite) or scaler is not None,
+            on_nonfinite=on_nonfinite,
             strict=strict,
         )
         if scaler is not None:
@@ -368,6 +375,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return self._assembly.reduction.name
 
     @property
+    def on_nonfinite(self) -> str | None:
+        """What happens to an update with a gradient that isn't finite."""
+        return self._assembly.on_nonfinite
+
+    @property
     def root(self) -> Any:
         """The model that the optimizer was built with, or `None`."""
         return self._assembly.model
@@ -408,7 +420,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             "sgd",
             reduction=optim.reduction.name,
             scaler=copy.deepcopy(optim.scaler, memo),
-            skip_nonfinite=optim.skips,
+            on_nonfinite=optim.on_nonfinite,
             strict=optim.strict,
             fused=self._fused,
         )
