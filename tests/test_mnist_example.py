@@ -305,19 +305,18 @@ class TestReport:
             report.iteration("Valid", 1, 0, 2.0, 10.0, 4)
             report.epoch(1)
         assert report.averages["Train"] == [(2.0, 62.5, 4)]
-        assert (
-            capsys.readouterr()
-            .out.splitlines()[-1]
-            .startswith(
-                "[Epoch 1] Train loss 2.000, accuracy 62.50 % | Valid loss 2.000, accuracy 10.00 %"
-            )
+        *_, line, result = capsys.readouterr().out.splitlines()
+        assert line.startswith(
+            "[Epoch 1] Train loss 2.000, accuracy 62.50 % | Valid loss 2.000, accuracy 10.00 %"
         )
+        assert result.startswith("Valid accuracy 10.00 % after 1 epoch. ")
 
     def test_the_first_and_every_nth_iteration_have_a_line(self, capsys):
         with self.report() as report:
             for iteration in range(5):
                 report.iteration("Train", 3, iteration, 0.5, 12.5, 1)
-        assert capsys.readouterr().out.splitlines() == [
+        *lines, _ = capsys.readouterr().out.splitlines()
+        assert lines == [
             f"[Train - Epoch 3 - Iteration {iteration}] Loss 0.500 | Accuracy 12.500 %"
             for iteration in (0, 2, 4)
         ]
@@ -623,7 +622,7 @@ class TestEdges:
         arguments = ["--dataset=digits", "--num_epochs=1", "--model.hidden_size=8"]
         out = command(*arguments)[1]
         accuracy = re.search(r"Valid loss .*, accuracy (.*) %", out).group(1)
-        end = f"Valid accuracy {accuracy} % after 1 epochs."
+        end = f"Valid accuracy {accuracy} % after 1 epoch."
         hint = "Nothing was kept; --workdir=FOLDER keeps all of a run."
         assert out.splitlines()[-1] == f"{end} {hint}"
         assert end in command(*arguments, f"--workdir={tmp_path}")[1].splitlines()

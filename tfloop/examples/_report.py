@@ -249,11 +249,9 @@ class Report(tf.train.experimental.PythonState):
         """The end of the run in a line, and what it could have left."""
         split = "Valid" if self.averages["Valid"] else "Train"
         epochs = self.averages[split]
+        after = f"{len(epochs)} epoch{'' if len(epochs) == 1 else 's'}"
         hint = "" if self._workdir else " Nothing was kept; --workdir=FOLDER keeps all of a run."
-        print(
-            f"{split} accuracy {epochs[-1].accuracy:.2f} % after {len(epochs)} epochs.{hint}",
-            flush=True,
-        )
+        print(f"{split} accuracy {epochs[-1].accuracy:.2f} % after {after}.{hint}", flush=True)
 
     def _plot(self, folder: pathlib.Path) -> str:
         """Draws what there is, and says which files the folder holds now."""
