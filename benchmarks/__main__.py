@@ -1,7 +1,7 @@
 """Runs the benchmarks and prints the tables.
 
     python -m benchmarks --quick
-    python -m benchmarks --rounds 15 --output docs/benchmarks.md
+    python -m benchmarks --rounds 15 --output benchmarks/runs/mine.md
 
 Figures need an idle machine. The exit code is 1 if two loops didn't do the same work; a missed
 target is only reported.

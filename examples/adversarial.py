@@ -83,7 +83,7 @@ def make_step(net: keras.Model, steps: int):
             images = attack(net, images, labels, steps)
         with tfloop.Tape() as tape:
             loss = cross_entropy(labels, model(images))
-        optim.step(lr, model, tfloop.GradientsParams.from_grads(tape.backward(loss), model))
+        optim.step(lr, model, tape.backward(loss, model))
         return loss
 
     return step

@@ -52,7 +52,7 @@ def gradients(model, batch) -> tuple[tfloop.GradientsParams, tf.Tensor]:
     with tfloop.Tape() as tape:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(pixels))
         loss = tf.reduce_mean(losses)
-    return tfloop.GradientsParams.from_grads(tape.backward(loss), model), losses
+    return tape.backward(loss, model), losses
 
 
 def make_whole(model):

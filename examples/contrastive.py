@@ -97,7 +97,7 @@ def make_step(networks: dict[str, keras.Model], distortion: keras.Model, strateg
                 for view in (first, second)
             )
             loss = (contrast(first, second) + contrast(second, first)) / 2.0
-        optim.step(lr, model, tfloop.GradientsParams.from_grads(tape.backward(loss), model))
+        optim.step(lr, model, tape.backward(loss, model))
         return loss
 
     return step

@@ -76,7 +76,7 @@ def fit(net: keras.Model, data: tfloop.DataLoader, epochs: int, loss_of) -> None
     def step(batch, lr):
         with tfloop.Tape() as tape:
             loss = loss_of(model, batch)
-        optim.step(lr, model, tfloop.GradientsParams.from_grads(tape.backward(loss), model))
+        optim.step(lr, model, tape.backward(loss, model))
 
     for batch in (batch for _ in range(epochs) for batch in data):
         step(batch, _LR.value)

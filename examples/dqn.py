@@ -90,7 +90,7 @@ def make_step(net: keras.Model, target: keras.Model):
         goal = tf.where(fallen, -1.0, _DISCOUNT.value * worth)  # a fall costs 1, all else nothing
         with tfloop.Tape() as tape:
             loss = huber(goal, tf.reduce_sum(tf.one_hot(pushes, 2) * model(states), axis=1))
-        optim.step(lr, model, tfloop.GradientsParams.from_grads(tape.backward(loss), model))
+        optim.step(lr, model, tape.backward(loss, model))
         tfloop.blend(target, model, rate=_FOLLOW.value)
 
     return step

@@ -58,7 +58,7 @@ def make_step(net: keras.Model, teacher: keras.Model, few, consistency: float):
             answer = tf.nn.softmax(tfloop.valid(teacher)(unlabelled))
             apart = tf.nn.softmax(model(unlabelled)) - answer
             loss += consistency * tf.reduce_mean(apart**2)
-        optim.step(lr, model, tfloop.GradientsParams.from_grads(tape.backward(loss), model))
+        optim.step(lr, model, tape.backward(loss, model))
         tfloop.blend(teacher, model, rate=1.0 - _MOMENTUM.value)
 
     return step

@@ -63,7 +63,7 @@ def make_step(net: keras.Model, optim: tfloop.ModuleOptimizer):
         with tfloop.Tape() as tape:
             logits = model(images)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
+        grads = tape.backward(loss, model)
         optim.step(rates, model, grads)
         return loss
 

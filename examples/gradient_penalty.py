@@ -65,7 +65,7 @@ def make_step(net: keras.Model, penalty: float):
                 mix = tf.random.uniform((tf.shape(threes)[0], 1))
                 between = mix * threes + (1.0 - mix) * eights
                 loss += penalty * tf.reduce_mean((slopes(model, between) - 1.0) ** 2)
-        optim.step(lr, model, tfloop.GradientsParams.from_grads(tape.backward(loss), model))
+        optim.step(lr, model, tape.backward(loss, model))
 
     return step
 

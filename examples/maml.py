@@ -80,7 +80,7 @@ def make_step(net: keras.Model, inner_steps: int):
                 for task in range(_TASKS.value)
             ]
             loss = tf.add_n(errors) / len(errors)
-        optim.step(lr, model, tfloop.GradientsParams.from_grads(tape.backward(loss), model))
+        optim.step(lr, model, tape.backward(loss, model))
         return loss
 
     return step

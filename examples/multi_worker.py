@@ -80,7 +80,7 @@ def train(strategy: tf.distribute.Strategy, chief: bool) -> None:
         inputs, targets = batch
         with tfloop.Tape() as tape:
             loss = tf.reduce_mean(cross_entropy(targets, model(inputs)))
-        optim.step(lr, model, tfloop.GradientsParams.from_grads(tape.backward(loss), model))
+        optim.step(lr, model, tape.backward(loss, model))
         return loss  # comes back as the mean over the rows of all workers
 
     @tfloop.compile(strategy=strategy)

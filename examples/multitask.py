@@ -62,11 +62,11 @@ def make_step(networks, optim: tfloop.ModuleOptimizer, few, with_cheap: bool):
     def step(pixels, answers, lr):
         with tfloop.Tape() as tape:
             loss = loss_of_number(model, *few)
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
+        grads = tape.backward(loss, model)
         if with_cheap:
             with tfloop.Tape() as tape:
                 loss = loss_of_cheap(model, pixels, answers)
-            cheap = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
+            cheap = tape.backward(loss, model)
             grads = grads.merge(cheap)
         optim.step(lr, model, grads)  # a head without a gradient stays untouched
 

@@ -62,7 +62,7 @@ def gradients(model, pixels, labels, offsets=None) -> tuple[tfloop.GradientsPara
             )
         logits = model(pixels)
         loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
-    return tfloop.GradientsParams.from_grads(tape.backward(loss), model), loss
+    return tape.backward(loss, model), loss
 
 
 def uphill(grads: tfloop.GradientsParams, radius: float) -> tfloop.GradientsParams:

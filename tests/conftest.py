@@ -28,15 +28,25 @@ def _plain(monkeypatch):
 LONG = ("replicas", "multi_worker", "examples", "mnist_example", "update", "learner", "laws")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups.
 def pytest_collection_modifyitems(items):
-    """The long files first; a file is one worker's where its tests name no other group."""
+    """The long files first, the others in their order."""
 
     def place(item):
         name = item.path.stem.removeprefix("test_")
         return LONG.index(name) if name in LONG else len(LONG)
 
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file is one worker's; of the pairs, those that share a reference or a process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file, _, test = nodeid.partition("::")
+            shared = test.partition("[")[2].partition("-")[0] if "test_pairs" in file else ""
+            return f"{file}::{shared}"
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None

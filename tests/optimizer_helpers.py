@@ -7,6 +7,7 @@ Keras' own `apply` on dense gradients, run in the same mode, since modes differ 
 import keras
 import numpy as np
 import tensorflow as tf
+from since import MUON, SCHEDULE_FREE, has
 
 import tfloop
 from tfloop import GradientsParams
@@ -38,12 +39,13 @@ OPTIMIZERS = {
     "Muon": lambda: keras.optimizers.Muon(RATE, exclude_embeddings=False),
     "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(RATE, weight_decay=0.1),
 }
-# One of each class, for modes that take long.
-CLASSES = [name for name in OPTIMIZERS if name not in ("SGD", "nesterov", "amsgrad", "RMSprop")]
+for name, release in {"Muon": MUON, "ScheduleFreeAdamW": SCHEDULE_FREE}.items():
+    if not has(release):
+        del OPTIMIZERS[name]
 # Those that update many small variables as one vector.
 ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("Adafactor", "Lamb", "Muon")]
 # Those that stand for a kind of rule, where all classes would take too long.
-KINDS = ("momentum", "AdamW", "Nadam", "Ftrl", "Muon")
+KINDS = [name for name in ("momentum", "AdamW", "Nadam", "Ftrl", "Muon") if name in OPTIMIZERS]
 
 
 class Words(keras.Model):

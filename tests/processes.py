@@ -5,6 +5,7 @@ from one line to the next for `SILENCE`; nothing limits the whole of what it doe
 """
 
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -31,10 +32,15 @@ class Child(subprocess.Popen):
       command: Python's arguments.
       environment: What to add to ours.
       cwd: Another folder.
+      stdin: What it reads; by default what we do.
     """
 
     def __init__(
-        self, *command: str, environment: dict[str, str] | None = None, cwd: Path = ROOT
+        self,
+        *command: str,
+        environment: dict[str, str] | None = None,
+        cwd: Path = ROOT,
+        stdin: int | None = None,
     ) -> None:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         settings = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": path} | (environment or {})
@@ -42,6 +48,7 @@ class Child(subprocess.Popen):
             [sys.executable, *command],
             cwd=cwd,
             env=os.environ | settings,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -95,6 +102,30 @@ class Child(subprocess.Popen):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
+        if self.stdin is not None:
+            self.stdin.close()
+
+
+class Forks(Child):
+    """Programs that share the imports of one process, each in a fork of it; see `forked.py`."""
+
+    def __init__(self) -> None:
+        super().__init__("-W", "error", "tests/forked.py", stdin=subprocess.PIPE)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess:
+        """What Python has done with these arguments.
+
+        Raises:
+          NativeAbortError: It died in native code.
+        """
+        self.stdin.write(json.dumps(command) + "\n")
+        self.stdin.flush()
+        for name, line in self._lines():
+            if name == "stdout" and line:
+                done = subprocess.CompletedProcess(command, **json.loads(line))
+                check_not_aborted(done.returncode)
+                return done
+        pytest.fail(f"{self.args} ended: {self._said}")
 
 
 _KILLED = """

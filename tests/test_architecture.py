@@ -131,7 +131,7 @@ def names_of_others() -> set[str]:
     things: list[Any] = [
         *(keras.layers.Layer(name="bare"), keras.Sequential(name="bare")),
         keras.Model(x, keras.layers.ReLU()(x)),
-        *(keras.optimizers.Nadam(), keras.optimizers.Muon(), keras.Variable(0.0)),
+        *(keras.optimizers.Nadam(), keras.optimizers.Lamb(), keras.Variable(0.0)),
         *(keras.losses.MeanSquaredError(), keras.metrics.Mean(), keras.random.SeedGenerator(1)),
         *(tf.constant(0.0), tf.Variable(0.0), tf.Module(), tf.Graph(), tf.GradientTape()),
         *(tf.function(lambda: None), tf.distribute.get_strategy(), tf.data.Dataset.range(1)),

@@ -3,6 +3,7 @@
 Of each function one test holds it against the library as it is, and one takes the name away.
 """
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -23,6 +24,7 @@ from tfloop._backend import (
     keras_optimizers,
     keras_tensors,
     keras_variables,
+    log,
     sonnet,
     tensorflow,
     versions,
@@ -72,7 +74,49 @@ class TestWhatIsSaid:
         project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
         asked = project["project"]["dependencies"]
         asked += project["project"]["optional-dependencies"]["dev"]
-        assert set(versions.TESTED.values()) <= set(asked)
+        assert {tested.partition(",")[0] for tested in versions.TESTED.values()} <= set(asked)
+        for name, lowest in versions.LOWEST.items():
+            assert f"{name}>={'.'.join(map(str, lowest))}" in asked
+
+
+class TestRange:
+    @pytest.mark.parametrize(
+        "found",
+        [
+            {"tensorflow": "2.20.0", "keras": "3.10.0"},
+            {"tensorflow": "2.23.0-dev20261026", "keras": "3.16.0.dev2026102704"},
+            {"tensorflow": "3.0.0", "keras": "3.15.1"},
+        ],
+    )
+    def test_within_it_nothing_is_said(self, found):
+        versions.check(found)  # a warning would be an error
+
+    @pytest.mark.parametrize(
+        "found",
+        [
+            {"tensorflow": "2.20.0", "keras": "3.9.2"},
+            {"tensorflow": "2.15.1", "keras": "2.15.0"},
+            {"tensorflow": "2.19.1", "keras": "3.15.1"},
+        ],
+    )
+    def test_below_it_one_line_says_what_to_install(self, found):
+        got = f"got tensorflow {found['tensorflow']} and keras {found['keras']}, expected at least"
+        fix = "`pip install -U 'tensorflow>=2.20' 'keras>=3.10'`"
+        with pytest.raises(ImportError, match=message(got, "tensorflow 2.20 and keras 3.10", fix)):
+            versions.check(found)
+
+    def test_above_it_a_keras_that_nobody_tested_is_warned_of(self):
+        found = {"tensorflow": tf.__version__, "keras": "3.17.0.dev1"}
+        with pytest.warns(UserWarning, match=message("got keras 3.17.0.dev1", "at most 3.16")):
+            versions.check(found)
+
+    def test_importing_any_part_asks_first_and_says_it_once(self):
+        set_version = "import keras, tensorflow; keras.__version__ = "
+        below = run("-c", f"{set_version}'3.9.2'; import tfloop.schedulers")
+        assert below.stderr.splitlines()[-1].startswith("ImportError: `import tfloop` got")
+        above = run("-c", f"{set_version}'9.0.0'; import tfloop.schedulers, tfloop")
+        assert above.stderr.count("`import tfloop` got keras 9.0.0") == 1
+        assert above.returncode == 0
 
 
 class TestVariables:
@@ -288,6 +332,31 @@ class TestLayers:
         net = Net()
         expected = [net.w, net.count, net.seed, net.dense, net.dropout]
         assert [*map(id, keras_layers.tracked(net))] == [*map(id, expected)]
+
+    @pytest.mark.parametrize("flag", [True, False, None])
+    def test_the_flag_of_an_inner_call_can_be_kept_from_the_layers_after_it(self, flag):
+        class Outer(layers.Layer):
+            def call(self, x):
+                with keras_layers.training_kept():
+                    self.inner(x, training=not flag)
+                return self.after(x)
+
+        seen = []
+
+        class Seeing(layers.Layer):
+            def call(self, x, training=None):
+                seen.append(training)
+                return x
+
+        outer = Outer()
+        outer.inner, outer.after = Seeing(), Seeing()
+        outer(rows(2, 3), training=flag)
+        assert seen[-2:] == [not flag, flag]  # Keras builds with a call, too
+
+    def test_without_the_note_of_calls_there_is_nothing_to_keep(self, monkeypatch):
+        monkeypatch.setattr(keras_layers, "get_global_attribute", lambda name: None)
+        with keras_layers.training_kept():
+            assert layers.Dense(2)(rows(2, 3)).shape == (2, 2)
 
     @pytest.mark.parametrize("name", keras_layers._TRACKED)
     def test_a_record_of_another_name_is_refused(self, monkeypatch, name):
@@ -516,11 +585,10 @@ class TestWeightDecay:
 
     def test_an_answer_that_knows_all_variables_goes_first(self, monkeypatch):
         """As in Keras 3.16, whose other one fails for what the optimizer wasn't built on."""
-        kind = optimizers.Optimizer
+        kind, name = optimizers.Optimizer, "_is_excluded_from_weight_decay"
         uses = kind._use_weight_decay
-        monkeypatch.setattr(
-            kind, "_is_excluded_from_weight_decay", lambda self, v: not uses(self, v), raising=False
-        )
+        if not hasattr(kind, name):
+            monkeypatch.setattr(kind, name, lambda self, v: not uses(self, v), raising=False)
         monkeypatch.setattr(kind, "_use_weight_decay", lambda self, v: {}[id(v)])
         one, two = keras.Variable(1.0), keras.Variable(1.0)
         optimizer = optimizers.AdamW()
@@ -528,7 +596,9 @@ class TestWeightDecay:
         assert decayed(optimizer, one, two) == [False, True]
 
     def test_without_any_answer_it_is_refused(self, monkeypatch):
-        hide(monkeypatch, optimizers.AdamW, "_use_weight_decay")
+        for name in ("_is_excluded_from_weight_decay", "_use_weight_decay"):
+            if hasattr(optimizers.AdamW, name):
+                hide(monkeypatch, optimizers.AdamW, name)
         with refused("_use_weight_decay"):
             decayed(optimizers.AdamW(), keras.Variable(1.0))
 
@@ -935,3 +1005,33 @@ class TestSonnet:
         wrapper.__module__ = "sonnet.src.of_another_sonnet"
         with refused("f", "sonnet"):
             sonnet.undecorated(wrapper)
+
+
+@pytest.mark.parametrize(
+    ("command", "silent"),
+    [
+        (["python", "-m", "tfloop.examples.mnist", "--lr=1"], True),
+        (["python", "-W", "error", "-m", "tfloop.examples.mnist"], True),
+        (["python", "-m", "tfloop.examples.mnist", "--tf_log"], False),
+        (["python", "-m", "pytest", "tfloop.examples.mnist"], False),
+        (["python", "train.py"], False),
+        (["python", "-m"], False),
+    ],
+)
+def test_only_our_own_commands_silence_tensorflow(command, silent, monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    assert log.is_silent(command) == silent
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
+    assert not log.is_silent(command)  # the user's own
+
+
+def test_what_is_raised_in_silence_is_heard_again(capfd):
+    def fail():
+        with log._without_stderr():
+            os.write(2, b"unheard")
+            raise ValueError("heard")
+
+    with pytest.raises(ValueError, match="heard"):
+        fail()
+    os.write(2, b"after")
+    assert capfd.readouterr().err == "after"

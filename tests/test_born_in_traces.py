@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from since import SCHEDULE_FREE, has, since
 
 import tfloop
 from tfloop import GradientsParams, ModuleOptimizer
@@ -40,6 +41,8 @@ RULES = {
     "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(0.1),
     "a rule of one's own": lambda: Tethered(0.1),
 }
+if not has(SCHEDULE_FREE):
+    del RULES["ScheduleFreeAdamW"]
 
 
 def a_net(layers, built=False):
@@ -117,6 +120,7 @@ def test_fit_of_a_model_without_input_trains_as_the_tape_loop(rule):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
+@since(SCHEDULE_FREE)
 def test_a_variable_without_gradient_in_the_first_update_begins_where_it_is():
     net = a_net(3)
     optim = ModuleOptimizer(keras.optimizers.ScheduleFreeAdamW(0.1))
@@ -149,6 +153,7 @@ def test_a_first_value_that_follows_from_the_batch_will_do_where_no_state_copies
     assert not np.array_equal(net.scale, first)
 
 
+@since(SCHEDULE_FREE)
 @pytest.mark.parametrize("maker", [tf.function, tfloop.compile])
 def test_a_first_value_that_follows_from_the_batch_is_refused_where_state_copies_it(maker):
     net = FromTheBatch()
@@ -157,6 +162,7 @@ def test_a_first_value_that_follows_from_the_batch_is_refused_where_state_copies
         step(X)
 
 
+@since(SCHEDULE_FREE)
 def test_a_restored_state_waits_for_a_model_born_in_the_trace():
     old, net = a_net(3, built=True), a_net(3)
     saved = ModuleOptimizer(RULES["ScheduleFreeAdamW"]())
@@ -179,6 +185,7 @@ def test_a_restored_state_waits_for_a_model_born_in_the_trace():
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
+@since(SCHEDULE_FREE)
 def test_what_was_trained_before_keeps_its_state_when_a_layer_is_born_in_a_trace():
     net, twin = a_net(1, built=True), a_net(1, built=True)
     rule = RULES["ScheduleFreeAdamW"]

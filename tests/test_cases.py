@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import ZOO, fill, floating, in_every_mode, loss_of, message, rows, tokens, values
+from since import MUON, SCHEDULE_FREE, since
 
 import tfloop
 from tfloop import GradientsParams, ModuleOptimizer, ParamGroup, Tape, named_parameters
@@ -168,6 +169,7 @@ OPTIMIZERS = {
     "Muon": {},
     "ScheduleFreeAdamW": {},
 }
+SINCE = {"Muon": MUON, "ScheduleFreeAdamW": SCHEDULE_FREE}
 
 
 def test_case_20_covers_every_optimizer_of_keras():
@@ -179,7 +181,9 @@ def test_case_20_covers_every_optimizer_of_keras():
     assert kinds - {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"} <= set(OPTIMIZERS)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=since(SINCE[n])) if n in SINCE else n for n in OPTIMIZERS]
+)
 def test_case_20_repeated_rows_give_the_dense_result(name):
     """Keras' own optimizer on the dense gradient is the reference; ours runs under XLA."""
     with floating("float64"):

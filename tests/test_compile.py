@@ -52,6 +52,49 @@ def test_it_is_a_decorator_with_and_without_options_and_a_call():
     assert float(tfloop.compile(lambda x: x + 1)(1.0)) == 2.0
 
 
+def outer_factory():
+    @tfloop.compile
+    def inner(batch: tf.Tensor, lr: float, scale=2.0):
+        return batch * lr * scale
+
+    return inner
+
+
+def test_it_shows_the_function_as_it_was_written():
+    step = outer_factory()
+    assert repr(step) == "<CompiledStep inner(batch, lr, scale=2.0): 0 traces>"
+    step(1.0, 2.0)
+    jitted = tfloop.compile(Trainer(3.0).step, jit_compile=True)
+    assert repr(step) == "<CompiledStep inner(batch, lr, scale=2.0): 1 trace>"
+    assert repr(jitted) == "<CompiledStep step(x, *, plus=0.0), jit_compile=True: 0 traces>"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda step: step(1.0), "missing a required argument: 'lr'"),
+        (lambda step: step(1.0, 1.0, 1.0, 1.0), "too many positional arguments"),
+        (lambda step: step(1.0, 1.0, size=1), "an unexpected keyword argument 'size'"),
+        (lambda step: step.run(iter([1.0, 1.0]), steps=2), "missing a required argument: 'lr'"),
+        (lambda step: tf.function(lambda: step(1.0))(), "missing a required argument: 'lr'"),
+    ],
+)
+def test_a_wrong_argument_is_named_beside_the_users_function(call, text):
+    step = outer_factory()
+    step(1.0, 1.0)
+    with pytest.raises(TypeError, match=r"`inner\(batch, lr, scale=2.0\)` can't be.* " + text):
+        call(step)
+
+
+def test_a_type_error_in_the_step_stays_the_users():
+    with pytest.raises(TypeError, match="mine"):
+        tfloop.compile(lambda x: raised(TypeError("mine")))(1.0)
+
+
+def raised(error):
+    raise error
+
+
 class Trainer:
     """A class with compiled methods, one under another name than it was defined with."""
 

@@ -11,7 +11,11 @@ import tfloop
 
 PAGES = sorted(str(path.relative_to(pages.ROOT)) for path in pages.ROOT.glob("docs/**/*.md"))
 # These change the process for good: its devices, its flags.
-ALONE = {"docs/recipes/replicas.md", "docs/recipes/settings.md"}
+ALONE = {
+    "docs/coming_from/gradient_tape.md",
+    "docs/recipes/replicas.md",
+    "docs/recipes/settings.md",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -562,7 +562,7 @@ FROM_GRADS = "`GradientsParams.from_grads(grads, model, group)`"
     [
         (TypeError, lambda: GradientsParams.from_grads({}, MODEL), ("got dict()", "Tape")),
         (TypeError, lambda: GradientsParams.from_grads(None, MODEL), ("got None",)),
-        (TypeError, lambda: GradientsParams.from_grads(sample(), MODEL), ("GradientsParams",)),
+        (ValueError, lambda: GradientsParams.from_grads(sample(), MODEL), ("path: 'a.kernel'",)),
         (
             ValueError,
             lambda: GradientsParams.from_grads(backward(MODEL), OTHER),

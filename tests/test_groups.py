@@ -10,6 +10,7 @@ import re
 import keras
 import numpy as np
 import pytest
+import sonnet as snt
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,11 @@ PATHS = (
     "head.bias",
     "blocks.0.layernorm.beta",
 )
-NAMED = {path: tf.Variable(0.0, name=path.rpartition(".")[2]) for path in PATHS}
+# Kernels are matrices, the rest are vectors.
+NAMED = {
+    path: tf.Variable(tf.zeros((1, 1) if "kernel" in path else (1,)), name=path.rpartition(".")[2])
+    for path in PATHS
+}
 
 
 def members(group):
@@ -74,6 +79,15 @@ def test_a_predicate_text_is_found_anywhere_in_the_path():
 def test_a_regex_is_searched_not_anchored():
     assert members(ParamGroup.from_regex(r"\.bias$")) == {"encoder.dense.bias", "head.bias"}
     assert members(ParamGroup.from_regex(r"^head\.")) == {"head.kernel", "head.bias"}
+
+
+def test_a_rank_is_the_number_of_axes():
+    vectors = {path for path in PATHS if "kernel" not in path}
+    assert members(ParamGroup.from_rank(0, 1)) == vectors
+    assert members(ParamGroup.from_rank([2])) == set(PATHS) - vectors
+    assert ParamGroup.from_rank(1, 0, 1) == ParamGroup.from_rank(0, 1)
+    assert not ParamGroup.from_rank(1).matches("head.bias")
+    assert not ParamGroup.from_rank(2).matches("step", tf.Variable(0.0))
 
 
 def test_layers_match_their_variables():
@@ -212,6 +226,13 @@ def test_select_gives_the_members_of_a_model_by_canonical_path():
     assert ParamGroup.from_path("nothing").select(model) == {}
 
 
+def test_a_rank_finds_vectors_whatever_a_library_calls_them():
+    linear, norm = snt.Linear(2), snt.LayerNorm(-1, True, True)
+    norm(linear(tf.ones((1, 3))))
+    vectors = ParamGroup.from_rank(0, 1).select({"linear": linear, "norm": norm})
+    assert set(vectors) == {"linear.b", "norm.scale", "norm.offset"}
+
+
 def test_select_sees_every_path_to_a_tied_weight():
     model = Tied()
     selected = ParamGroup.from_name("head").select(model)
@@ -252,6 +273,9 @@ _plain = st.one_of(
     _words.map(_by(ParamGroup.from_name, lambda word, path: word in path.split("."))),
     _words.map(_by(ParamGroup.from_predicate, lambda text, path: text in path)),
     _words.map(_by(lambda w: ParamGroup.from_regex(f"{w}$"), lambda w, path: path.endswith(w))),
+    st.sampled_from([1, 2]).map(
+        _by(ParamGroup.from_rank, lambda rank, path: rank == len(NAMED[path].shape))
+    ),
 )
 _objects = st.one_of(
     _subsets.map(lambda p: (ParamGroup.from_ids([NAMED[path] for path in p]), set(p))),
@@ -446,6 +470,10 @@ _WRONG = [
         ValueError,
         r"got 'a\(', which has an error at position 1",
     ),
+    (lambda: ParamGroup.from_rank(), ValueError, r"`ParamGroup.from_rank.*an empty list"),
+    (lambda: ParamGroup.from_rank("1"), TypeError, "numbers of axes: got str '1', expected an int"),
+    (lambda: ParamGroup.from_rank(True), TypeError, "got bool True, expected an int"),
+    (lambda: ParamGroup.from_rank(-1), ValueError, r"negative rank: got -1.*from_rank\(0, 1\)"),
     (lambda: ParamGroup.from_regex(""), ValueError, "`ParamGroup.from_regex.*an empty text"),
     (lambda: ParamGroup.from_regex(re.compile("a")), TypeError, "`ParamGroup.from_regex.*a string"),
     (lambda: _A | "b", TypeError, r"`group \| other` needs a ParamGroup: got str 'b'.*'b'\)`"),

@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import itertools
+import json
 import os
 import pathlib
 import pty
@@ -34,6 +35,19 @@ LINE = r"\[(Train|Valid) - Epoch (\d+) - Iteration (\d+)\] Loss \d+\.\d{3} \| Ac
 @pytest.fixture(scope="module")
 def digits():
     return _images.load("digits", None)
+
+
+@pytest.fixture(scope="module")
+def few(digits):
+    """Eight batches of 16 to train on and two to test: of one shape, which is traced once."""
+    sizes = zip(digits, (128, 32), strict=True)
+    return [_images.Images(*(array[:size] for array in split)) for split, size in sizes]
+
+
+@pytest.fixture
+def few_digits(few, monkeypatch):
+    """The command line finds these, without the seconds that TFDS takes to prepare all."""
+    monkeypatch.setattr(_images, "load", lambda dataset, folder: few)
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +284,7 @@ class TestNumbers:
         config = mnist.TrainingConfig(
             num_epochs=1, batch_size=16, model=mnist.ModelConfig(hidden_size=8, dropout=0.0)
         )
-        small = [_images.Images(*(array[:40] for array in split)) for split in digits]
+        small = [_images.Images(*(array[:48] for array in split)) for split in digits]
         plain, jitted = (
             [i.loss for i in mnist.train(config.replace(jit_compile=jit), *small).history["Train"]]
             for jit in (False, True)
@@ -447,18 +461,19 @@ def scalars(folder):
     return found
 
 
+@pytest.mark.usefixtures("few_digits")
 class TestFiles:
     def test_the_work_folder_holds_settings_scalars_and_a_plot(self, command, tmp_path):
         folder = tmp_path / "new" / "run"
         arguments = ["--dataset=digits", "--num_epochs=2", "--lr=1e-3", "--model.hidden_size=32"]
-        code, out, err = command(*arguments, f"--workdir={folder}")
+        code, out, err = command(*arguments, "--batch_size=16", f"--workdir={folder}")
         assert (code, err) == (0, "")
         config = mnist.TrainingConfig.load(folder / "config.json")
         assert (config.lr, config.num_epochs, config.model.hidden_size) == (1e-3, 2, 32)
         for picture in ("curves.png", "confusion.png"):
             assert (folder / picture).read_bytes().startswith(b"\x89PNG")
         valid = scalars(folder / "valid")
-        assert [step for step, _ in valid["loss"]] == [23, 46]
+        assert [step for step, _ in valid["loss"]] == [8, 16]
         shown = re.findall(r"Valid loss (\S+), accuracy (\S+) %", out)
         assert [f"{value:.3f}" for _, value in valid["loss"]] == [loss for loss, _ in shown]
         assert [f"{v:.2f}" for _, v in valid["accuracy"]] == [accuracy for _, accuracy in shown]
@@ -466,7 +481,7 @@ class TestFiles:
             f"Wrote config.json, scalars, curves.png and confusion.png to {folder}."
         )
         rates = scalars(folder / "train")["learning_rate"]
-        assert rates == [(step, pytest.approx(1e-3)) for step in range(1, 47)]
+        assert rates == [(step, pytest.approx(1e-3)) for step in range(1, 17)]
 
         # The saved settings are a run of their own, and a flag still goes first.
         again = command(f"--config={folder / 'config.json'}", f"--workdir={tmp_path / 'again'}")
@@ -475,15 +490,15 @@ class TestFiles:
         ]
 
     def test_a_resumed_run_goes_on_with_its_curves(self, command, tmp_path):
-        arguments = ["--dataset=digits", "--model.hidden_size=8", f"--workdir={tmp_path}"]
+        arguments = ["--batch_size=16", "--model.hidden_size=8", f"--workdir={tmp_path}"]
         assert command(*arguments, "--num_epochs=1")[0] == 0
-        # 23 steps in one call, so that none is left when the epoch is over.
-        arguments.append("--steps_per_execution=23")
+        # 8 steps in one call, so that none is left when the epoch is over.
+        arguments.append("--steps_per_execution=8")
         assert command(*arguments, "--num_epochs=2", "--resume")[0] == 0
         assert command(*arguments, "--num_epochs=3", "--resume")[0] == 0
-        assert [step for step, _ in scalars(tmp_path / "valid")["loss"]] == [23, 46, 69]
+        assert [step for step, _ in scalars(tmp_path / "valid")["loss"]] == [8, 16, 24]
         steps = [step for step, _ in scalars(tmp_path / "train")["gradient_norm/all"]]
-        assert steps == list(range(1, 70))
+        assert steps == list(range(1, 25))
 
     @pytest.fixture
     def drawn(self, monkeypatch):
@@ -498,63 +513,67 @@ class TestFiles:
         return found
 
     def test_a_resumed_run_has_the_curves_of_the_whole_one(self, command, tmp_path, drawn):
-        arguments = ["--dataset=digits", "--model.hidden_size=8", "--lr=1e-3"]
+        arguments = ["--batch_size=16", "--model.hidden_size=8", "--lr=1e-3"]
         assert command(*arguments, "--num_epochs=3", f"--workdir={tmp_path / 'whole'}")[0] == 0
         parts = [*arguments, f"--workdir={tmp_path / 'parts'}"]
         assert command(*parts, "--num_epochs=1")[0] == 0
         assert command(*parts, "--num_epochs=3", "--resume")[0] == 0
         whole, _, resumed = drawn
         assert resumed == whole
-        assert len(whole[0][0]) == 69
+        assert len(whole[0][0]) == 24
 
         # Nothing is left to do, and nothing is lost.
         files = ("curves.png", "confusion.png")
         before = [(tmp_path / "parts" / name).read_bytes() for name in files]
         code, out, _ = command(*parts, "--num_epochs=3", "--resume")
         assert code == 0
-        assert "Ended after 69 iterations." in out
+        assert "Ended after 24 iterations." in out
         assert drawn[-1] == whole
         assert [(tmp_path / "parts" / name).read_bytes() for name in files] == before
         for split in ("train", "valid"):
             found = scalars(tmp_path / "parts" / split)
             assert found == scalars(tmp_path / "whole" / split)
 
-    def test_a_run_interrupted_in_an_epoch_writes_it_once(
-        self, digits, tmp_path, drawn, monkeypatch
-    ):
+    def test_a_run_interrupted_in_an_epoch_writes_it_once(self, few, tmp_path, drawn, monkeypatch):
         def interrupted(report, split, epoch, iteration, *noted):
             step(report, split, epoch, iteration, *noted)
-            if (split, epoch, iteration) == ("Train", 2, 7):
+            if (split, epoch, iteration) == ("Train", 2, 3):
                 raise KeyboardInterrupt
 
         config = mnist.TrainingConfig(
-            num_epochs=2, workdir=str(tmp_path / "parts"), model=mnist.ModelConfig(hidden_size=8)
+            num_epochs=2,
+            batch_size=16,
+            workdir=str(tmp_path / "parts"),
+            model=mnist.ModelConfig(hidden_size=8),
         )
-        mnist.train(config.replace(workdir=str(tmp_path / "whole")), *digits)
+        mnist.train(config.replace(workdir=str(tmp_path / "whole")), *few)
         step = Report.iteration
         with monkeypatch.context() as patch:
             patch.setattr(Report, "iteration", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                mnist.train(config, *digits)
-        assert [n for n, _ in scalars(tmp_path / "parts" / "train")["loss"]] == [23, 31]
-        mnist.train(config.replace(resume=True), *digits)
+                mnist.train(config, *few)
+        assert [n for n, _ in scalars(tmp_path / "parts" / "train")["loss"]] == [8, 12]
+        mnist.train(config.replace(resume=True), *few)
         assert drawn[-1] == drawn[0]
         for split in ("train", "valid"):
             found = scalars(tmp_path / "parts" / split)
             assert found == scalars(tmp_path / "whole" / split)
 
-    def test_an_event_that_was_not_written_whole_does_no_harm(self, digits, tmp_path):
+    def test_an_event_that_was_not_written_whole_does_no_harm(self, few, tmp_path):
         config = mnist.TrainingConfig(
-            num_epochs=1, workdir=str(tmp_path), model=mnist.ModelConfig(hidden_size=8)
+            num_epochs=1,
+            batch_size=16,
+            workdir=str(tmp_path),
+            model=mnist.ModelConfig(hidden_size=8),
         )
-        mnist.train(config, *digits)
+        mnist.train(config, *few)
         (file,) = (tmp_path / "train").iterdir()
         file.write_bytes(file.read_bytes() + b"half a record, cut")
-        mnist.train(config.replace(resume=True, num_epochs=2), *digits)
-        assert [step for step, _ in scalars(tmp_path / "train")["loss"]] == [23, 46]
+        mnist.train(config.replace(resume=True, num_epochs=2), *few)
+        assert [step for step, _ in scalars(tmp_path / "train")["loss"]] == [8, 16]
 
     def test_a_folder_in_use_is_refused_with_both_ways_on(self, command, tmp_path):
-        arguments = ["--dataset=digits", "--model.hidden_size=8", "--num_epochs=1"]
+        arguments = ["--batch_size=16", "--model.hidden_size=8", "--num_epochs=1"]
         used = f"--workdir={tmp_path}"
         assert command(*arguments, used)[0] == 0
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -577,7 +596,7 @@ class TestFiles:
         # The line names the settings' file, and with that it goes on.
         config = f"--config={tmp_path / 'config.json'}"
         assert command(config, used, "--resume", "--num_epochs=2")[0] == 0
-        assert [step for step, _ in scalars(tmp_path / "train")["loss"]] == [23, 46]
+        assert [step for step, _ in scalars(tmp_path / "train")["loss"]] == [8, 16]
 
     def test_a_folder_with_settings_alone_is_free_and_one_without_a_run_may_be_resumed(
         self, command, tmp_path
@@ -589,18 +608,43 @@ class TestFiles:
 
     def test_without_a_work_folder_nothing_is_written(self, command, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        assert command("--dataset=digits", "--num_epochs=1", "--model.hidden_size=8")[0] == 0
+        assert command("--batch_size=16", "--num_epochs=1", "--model.hidden_size=8")[0] == 0
         assert list(tmp_path.iterdir()) == []
 
 
 class TestEdges:
+    @pytest.mark.usefixtures("few_digits")
     def test_no_epochs_end_at_once(self, command):
         code, out, err = command("--dataset=digits", "--num_epochs=0")
         assert (code, err) == (0, "")
         assert out.splitlines()[-1] == "Ended after 0 iterations."
 
+    def test_a_run_ends_with_its_accuracy_and_what_could_be_kept(self, command, tmp_path):
+        arguments = ["--dataset=digits", "--num_epochs=1", "--model.hidden_size=8"]
+        out = command(*arguments)[1]
+        accuracy = re.search(r"Valid loss .*, accuracy (.*) %", out).group(1)
+        end = f"Valid accuracy {accuracy} % after 1 epochs."
+        hint = "Nothing was kept; --workdir=FOLDER keeps all of a run."
+        assert out.splitlines()[-1] == f"{end} {hint}"
+        assert end in command(*arguments, f"--workdir={tmp_path}")[1].splitlines()
+
+    def test_xla_for_convolutions_on_a_cpu_is_warned_of_in_a_line(self, command):
+        code, _, err = command("--dataset=digits", "--num_epochs=0", "--jit_compile")
+        assert (code, err.count("\n")) == (0, 1)
+        assert err.startswith("warning: --jit_compile makes convolutions on a CPU")
+
+    @pytest.mark.parametrize("asked", [False, True])
+    def test_tensorflow_is_silent_unless_it_is_asked(self, asked):
+        arguments = ["-m", "tfloop.examples.mnist", "--dataset=digits", "--num_epochs=0"]
+        flags = ["--tf_log"] if asked else []
+        unset = {"TF_CPP_MIN_LOG_LEVEL": ""}
+        with Child(*arguments, *flags, environment=unset) as child:
+            ended = child.result()
+        assert ended.returncode == 0, ended.stderr
+        assert bool(ended.stderr) == asked
+
     def test_a_batch_larger_than_the_data_is_the_data(self, digits):
-        config = mnist.TrainingConfig(num_epochs=2, batch_size=10_000)
+        config = mnist.TrainingConfig(num_epochs=2, batch_size=10_000, model={"hidden_size": 8})
         report = mnist.train(config, *digits)
         assert [i.samples for i in report.history["Train"]] == [1438, 1438]
         assert [i.samples for i in report.history["Valid"]] == [359, 359]
@@ -693,6 +737,7 @@ class TestBadInput:
         assert (code, err.count("\n")) == (2, 1)
         assert expected in err
 
+    @pytest.mark.usefixtures("few_digits")
     def test_a_work_folder_that_cannot_be_written_is_one_line(self, command, tmp_path):
         (tmp_path / "file").write_text("")
         for folder in (tmp_path / "file", tmp_path / "file" / "run", pathlib.Path("/proc/run")):
@@ -758,26 +803,37 @@ def test_mixed_float16_trains_as_well(digits, digits_run):
     assert abs(plain.loss - other.loss) < 0.02
 
 
-class TestProcess:
-    @again_after_native_abort
-    def test_it_trains_on_two_replicas(self, tmp_path):
-        arguments = ["--lr=1e-3", "--num_epochs=2", "--strategy=cpu:2", "--accumulate=2"]
-        with example(*arguments, cwd=tmp_path) as process:
-            done = process.result()
-        assert done.returncode == 0, done.stderr
-        valid = [line for line in done.stdout.splitlines() if line.startswith("[Epoch 2]")]
+REPLICAS = """
+import json, sys
+from tfloop.examples import mnist
+for settings in json.loads(sys.argv[1]):
+    mnist.main(mnist.TrainingConfig(strategy="cpu:2", dataset="digits", lr=1e-3, **settings))
+"""
+CURVES = {"num_epochs": 1, "batch_size": 99, "model": {"dropout": 0}}
+
+
+@pytest.fixture(scope="module")
+@again_after_native_abort
+def on_two(tmp_path_factory):
+    """Two runs on two replicas, in a process of their own: its lines, and a folder of curves."""
+    folder = tmp_path_factory.mktemp("replicas") / "run"
+    curves = CURVES | {"steps_per_execution": 4, "workdir": str(folder)}
+    settings = json.dumps([{"num_epochs": 2, "accumulate": 2}, curves])
+    with Child("-c", REPLICAS, settings) as process:
+        done = process.result()
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), folder
+
+
+class TestReplicas:
+    def test_it_trains_on_two(self, on_two):
+        valid = [line for line in on_two[0] if line.startswith("[Epoch 2]")]
         assert float(re.search(r"Valid .*accuracy ([\d.]+) %", valid[0]).group(1)) > 90
 
-    @again_after_native_abort
-    def test_two_replicas_have_the_curves_of_one_device(self, tmp_path):
+    def test_two_have_the_curves_of_one_device(self, on_two, digits, tmp_path):
+        mnist.train(mnist.TrainingConfig(lr=1e-3, workdir=str(tmp_path), **CURVES), *digits)
         found = []
-        for strategy, steps in (("cpu", 1), ("cpu:2", 4)):
-            arguments = ["--lr=1e-3", "--num_epochs=1", "--model.dropout=0", "--batch_size=99"]
-            workdir = tmp_path / strategy
-            arguments += [f"--workdir={workdir}", f"--strategy={strategy}"]
-            with example(*arguments, f"--steps_per_execution={steps}") as process:
-                done = process.result()
-            assert done.returncode == 0, done.stderr
+        for workdir in (tmp_path, on_two[1]):
             found.append(scalars(workdir / "train") | {"valid": scalars(workdir / "valid")})
             assert (workdir / "confusion.png").exists()
         one, two = found
@@ -785,33 +841,29 @@ class TestProcess:
         flat = [
             [value for tag in sorted(run.keys() - {"valid"}) for _, value in run[tag]]
             + [value for tag in ("accuracy", "loss") for _, value in run["valid"][tag]]
-            for run in found
+            for run in (one, two)
         ]
         assert flat[1] == pytest.approx(flat[0], rel=1e-3)
 
+
+class TestProcess:
     @again_after_native_abort
-    def test_it_runs_as_a_program_and_its_first_line_comes_soon(self, tmp_path):
+    def test_its_first_line_comes_soon_and_sigint_ends_it_cleanly_with_what_it_has(self, tmp_path):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        arguments = ["--lr=1e-3", "--num_epochs=1", "--batch_size=600"]
-        with example(*arguments, cwd=tmp_path) as process:
+        arguments = ["--lr=1e-3", "--num_epochs=1000", "--batch_size=600"]
+        with example(*arguments, f"--workdir={tmp_path}") as process:
+            process.wait_for("Epoch 2 - Iteration 0")
+            process.send_signal(signal.SIGINT)
             done = process.result()
         lines = done.stdout.splitlines()
         # An epoch of three steps is over in 30 s of CPU time, which other processes don't slow.
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 30
-        assert done.returncode == 0, done.stderr
         assert lines[0].startswith("Data: scikit-learn's 1,797 UCI digits")
         assert re.fullmatch(LINE, lines[1]).groups() == ("Train", "1", "0")
         assert re.fullmatch(LINE, lines[2]).groups() == ("Valid", "1", "0")
         assert lines[3].startswith("[Epoch 1] Train loss ")
         assert "\x1b" not in done.stdout  # The progress bar is for terminals.
-
-    @again_after_native_abort
-    def test_sigint_ends_it_cleanly_with_what_it_has(self, tmp_path):
-        with example("--num_epochs=1000", f"--workdir={tmp_path}") as process:
-            process.wait_for("Epoch 2 - Iteration 0")
-            process.send_signal(signal.SIGINT)
-            done = process.result()
         assert done.returncode == 130, done.stderr
         assert "Traceback" not in done.stderr
         assert re.search(r"^Interrupted after \d+ iterations.$", done.stdout, re.MULTILINE)

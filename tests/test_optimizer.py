@@ -298,6 +298,44 @@ def test_under_xla_a_wrong_rate_is_used():
     assert float(model.w) == 2.0
 
 
+def test_the_rate_may_be_left_out_in_every_form_of_call():
+    forms = [
+        lambda optim, model: optim.step(None, model, scalar_grads()),
+        lambda optim, model: optim.step(model, scalar_grads()),
+        lambda optim, model: optim.step(model, grads=scalar_grads()),
+        lambda optim, model: optim.step(model=model, grads=scalar_grads(), weight=2),
+        lambda optim, model: optim.step(0.25, model, scalar_grads()),
+        lambda optim, model: optim.step(lr=0.25, grads=scalar_grads(), model=model),
+    ]
+    for step in forms:
+        model = Scalar()
+        optim = ModuleOptimizer(keras.optimizers.SGD(0.25))
+        assert step(optim, model) is model
+        assert float(model.w) == 0.75
+        tfloop.compile(lambda: step(optim, model) and None)()  # noqa: B023 # at once
+        assert float(model.w) == 0.5
+
+
+MODEL = Scalar()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "needs a model and its gradients: got nothing, expected both"),
+        ((0.1,), "needs a model and its gradients: got float 0.1, expected both"),
+        ((MODEL,), r"got 'scalar' \(Scalar\), expected both.*`optim.step\(model, grads\)`"),
+        ((0.1, MODEL), "needs a GradientsParams: got 'scalar'.*come last"),
+        ((0.1, scalar_grads()), "needs a model: got float 0.1"),
+        ((scalar_grads(), MODEL), "needs a GradientsParams: got 'scalar'"),
+        ((MODEL, 0.1, scalar_grads()), "got 'scalar'.* as the rate.*The rate comes first"),
+    ],
+)
+def test_arguments_that_are_missing_or_in_another_order_are_named(arguments, text):
+    with pytest.raises(TypeError, match=f"(?s){STEP}.*" + text):
+        ModuleOptimizer("sgd").step(*arguments)
+
+
 # Gradients.
 
 

@@ -182,10 +182,15 @@ def test_a_value_that_is_not_finite_skips_the_update_as_in_keras():
     assert state(model) == state(twin) == (1.0, 1.0)
 
 
+class Half(keras.constraints.Constraint):
+    def __call__(self, value):
+        return value * 0.0 + 0.5
+
+
 def test_no_constraint_and_no_decay_touches_it():
     model, twin = net(), net()
     for layer in (model.layers[0], twin.layers[0]):
-        layer.amax.constraint = layer.w.constraint = lambda value: value * 0.0 + 0.5
+        layer.amax.constraint = layer.w.constraint = Half()
     optim = tfloop.ModuleOptimizer(keras.optimizers.SGD(0.1, weight_decay=0.5))
     optim.step(None, model, grads_of(model, LARGE))
     given = keras.optimizers.SGD(0.1, weight_decay=0.5)

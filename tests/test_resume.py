@@ -3,8 +3,9 @@
 import signal
 import subprocess
 
+import pytest
 from native import again_after_native_abort
-from processes import Child, killed_at
+from processes import Forks, killed_at
 
 COMMAND = [
     *("-m", "tfloop.examples.mnist", "--dataset", "digits", "--lr", "1e-3"),
@@ -12,9 +13,11 @@ COMMAND = [
 ]
 
 
-def ended(*command: str) -> subprocess.CompletedProcess:
-    with Child(*command) as child:
-        return child.result()
+@pytest.fixture(scope="module")
+def ended():
+    """Gives what Python has done with a command."""
+    with Forks() as forks:
+        yield forks.run
 
 
 def last_epoch(done: subprocess.CompletedProcess) -> list[str]:
@@ -31,24 +34,23 @@ def the_error(done: subprocess.CompletedProcess) -> str:
 
 
 @again_after_native_abort
-def test_a_killed_run_resumes_and_ends_with_the_same_lines(tmp_path):
-    with Child(*COMMAND, "--workdir", str(tmp_path / "whole")) as undisturbed:
-        command = [*COMMAND, "--workdir", str(tmp_path / "killed")]
-        killed = ended(*killed_at("[Train - Epoch 2 - Iteration 7]", *command))
-        assert killed.returncode == -signal.SIGKILL
-        resumed = last_epoch(ended(*command, "--resume"))
-        assert resumed == last_epoch(undisturbed.result())
-    assert len(resumed) > 1
+def test_a_killed_run_resumes_and_ends_with_the_same_lines(ended, tmp_path):
+    whole = last_epoch(ended(*COMMAND, "--workdir", str(tmp_path / "whole")))
+    command = [*COMMAND, "--workdir", str(tmp_path / "killed")]
+    killed = ended(*killed_at("[Train - Epoch 2 - Iteration 7]", *command))
+    assert killed.returncode == -signal.SIGKILL
+    assert last_epoch(ended(*command, "--resume")) == whole
+    assert len(whole) > 1
 
 
-def test_resume_without_a_workdir_is_one_clear_line():
+def test_resume_without_a_workdir_is_one_clear_line(ended):
     assert the_error(ended(*COMMAND, "--resume")) == (
         "error: --resume needs the folder of the run: --workdir=FOLDER."
     )
 
 
 @again_after_native_abort
-def test_resume_of_another_model_is_one_clear_line(tmp_path):
+def test_resume_of_another_model_is_one_clear_line(ended, tmp_path):
     command = [*COMMAND, "--workdir", str(tmp_path)]
     ended(*command, "--num_epochs", "1")
     again = (*command, "--resume", "--model.hidden_size", "4")

@@ -1,11 +1,14 @@
 """The routing table, as plain text and on a terminal."""
 
+import code
 import contextlib
 import io
+import sys
 
 import keras
 import pytest
 import tensorflow as tf
+from since import MUON, since
 
 from tfloop import GradientClipping, ModuleOptimizer, ParamGroup
 
@@ -88,6 +91,7 @@ def test_the_table_follows_what_is_frozen_and_what_the_rate_is():
     assert "moving_mean" not in " ".join(lines)  # a statistic is no parameter
 
 
+@since(MUON)
 def test_the_decay_shown_is_the_one_that_reaches_the_variable():
     net = a_net()
     given = keras.optimizers.Muon(weight_decay=0.1, adam_weight_decay=0.02)
@@ -126,3 +130,16 @@ def test_the_summary_refuses_what_build_refuses():
     optim = ModuleOptimizer("sgd").build(a_net())
     with pytest.raises(ValueError, match="another model, expected"):
         optim.summary(a_net())
+
+
+def test_a_prompt_shows_the_table_once(monkeypatch):
+    net, optim = a_net(), an_optimizer()
+    prompt = code.InteractiveInterpreter({"net": net, "optim": optim})
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # as Python and IPython do
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        prompt.runsource("optim.summary(net)")
+        assert shown.getvalue() == EXPECTED
+        prompt.runsource("table = optim.summary(net)")
+        prompt.runsource("print(table)")
+    assert shown.getvalue() == 2 * EXPECTED

@@ -130,6 +130,40 @@ class TestBackward:
             grads.wrt(other)
         assert len(tape.backward(loss)) == len(named) + 1
 
+    @pytest.mark.parametrize("name", ["sequential", "module_tree", "dict_root", "sonnet_mlp"])
+    def test_of_a_model_it_gives_the_share_by_path(self, name):
+        case = ZOO[name]
+        model, other = case.build(), tf.Variable(2.0)
+        with Tape(persistent=True) as tape:
+            loss = other * loss_of(case.call(model, case.x()))
+        wanted = GradientsParams.from_grads(tape.backward(loss), model)
+        got = tape.backward(loss, model)
+        assert list(got) == list(wanted) == list(named_parameters(model))
+        for path, grad in wanted.items():
+            close(tf.convert_to_tensor(got[path]), tf.convert_to_tensor(grad))
+
+    def test_tensors_variables_and_lists_are_what_to_differentiate_by(self):
+        v, x = tf.Variable(2.0), tf.constant(3.0)
+        with Tape(watch=[x], persistent=True) as tape:
+            loss = v * x
+        assert float(tape.backward(loss, x).wrt(x)) == 2.0
+        assert float(tape.backward(loss, v).wrt(v)) == 3.0
+        assert float(tape.backward(loss, [x, v]).wrt(x)) == 2.0
+        assert list(tape.backward(loss, {"v": v})) == ["v"]  # a dict is a model, everywhere
+
+    def test_a_model_without_gradient_says_why(self):
+        model, other = ZOO["sequential"].build(), tf.Variable(2.0)
+        with Tape(persistent=True) as tape:
+            loss = other * 2.0
+        call = "`tape.backward(loss, model)`"
+        with pytest.raises(ValueError, match=message(call, "None for all 6", "wasn't called in")):
+            tape.backward(loss, model)
+        with pytest.raises(TypeError, match=message(call, "got `wrt`, too", "from_grads")):
+            tape.backward(loss, model, wrt=[other])
+        model.trainable = False
+        with pytest.raises(ValueError, match=message(call, "nothing", "model.trainable = True")):
+            tape.backward(loss, model)
+
     def test_wrt_may_mix_models_variables_and_tensors_of_the_block(self):
         model, v = ZOO["sequential"].build(), tf.Variable(2.0)
         with Tape() as tape:

@@ -292,6 +292,30 @@ def claim_statistics_in_mid_window_are_restored_on_each_worker(strategy, folder)
     return digest(ends[0])
 
 
+def claim_a_save_behind_the_loop_is_there_for_all_after_wait_or_raises_for_all(strategy, folder):
+    net, _, step = dense_steps(strategy)
+    behind = f"{folder}/behind"
+    checkpoint = tfloop.Checkpoint(behind, model=net)
+    saved = [value.copy() for value in net.get_weights()]
+    path = checkpoint.save(1, blocking=False)
+    step(tf.ones((4, 5)))
+    assert (net.get_weights()[0] != saved[0]).any()
+    checkpoint.wait()
+    assert checkpoint.latest == path == f"{behind}/tfloop-1"
+    assert checkpoint.restore() == 1
+    for value, expected in zip(net.get_weights(), saved, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    if rank(strategy) == 0:
+        os.rename(behind, f"{behind}-away")
+        with open(behind, "w"):
+            pass  # where no folder can be
+    checkpoint.save(2, blocking=False)
+    with pytest.raises((OSError, tf.errors.OpError)):
+        checkpoint.wait()
+    checkpoint.wait()  # has said it once
+    return digest({str(n): value for n, value in enumerate(saved)})
+
+
 def claim_folders_that_are_not_shared_raise_everywhere(strategy, folder):
     net, _, _ = dense_steps(strategy)
     own = f"{folder}/own{rank(strategy)}"

@@ -5,6 +5,7 @@ The front door: every public name, and nothing else.
 
 from importlib.metadata import version as _version
 
+from tfloop import _backend as _backend  # first: it checks the versions
 from tfloop import flags, schedulers
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._accumulation.microbatch import microbatch

@@ -14,7 +14,7 @@ from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import ways  # noqa: E402 - after the settings
 from programs import PROGRAMS  # noqa: E402

@@ -31,6 +31,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from since import MUON, SCHEDULE_FREE, has
 
 layers = keras.layers
 CALLS = 8
@@ -1159,9 +1160,11 @@ def group_that_is_frozen(kit):
     return trains(kit, network(), None, ("stem", None))
 
 
-@training()
-def schedule_free(kit):
-    return trains(kit, network(), keras.optimizers.ScheduleFreeAdamW(0.05, warmup_steps=3))
+if has(SCHEDULE_FREE):
+
+    @training()
+    def schedule_free(kit):
+        return trains(kit, network(), keras.optimizers.ScheduleFreeAdamW(0.05, warmup_steps=3))
 
 
 @training(saved=False)  # Nothing is there to restore into before its first call.
@@ -1179,10 +1182,12 @@ def nadam_and_ftrl(kit):
     )
 
 
-@training()
-def muon_and_adafactor(kit):
-    muon = keras.optimizers.Muon(0.05, exclude_layers=["head"])
-    return trains(kit, network(), muon, ("head", keras.optimizers.Adafactor(0.1)))
+if has(MUON):
+
+    @training()
+    def muon_and_adafactor(kit):
+        muon = keras.optimizers.Muon(0.05, exclude_layers=["head"])
+        return trains(kit, network(), muon, ("head", keras.optimizers.Adafactor(0.1)))
 
 
 @program(lambda n: (*pairs(n), 0.1 / (n + 1)), trains=True)

@@ -123,11 +123,8 @@ def listed(table, program, way):
 
 ALL = bool(os.environ.get("TFLOOP_TEST_ALL"))
 CHOSEN = [(p, w) for p, w, part in pairs() if (ALL or part) and not listed(DEADLY, p, w)]
-PARAMS = [
-    # Those of one program share its references, those of another process that process.
-    pytest.param(p, w, id=f"{p.name}-{w.name}", marks=pytest.mark.xdist_group(w.process or p.name))
-    for p, w in CHOSEN
-]
+# The first name of an id is what its pairs share: the references of a program, or a process.
+IDS = [f"{w.name}-{p.name}" if w.process else f"{p.name}-{w.name}" for p, w in CHOSEN]
 
 
 def there(way, folder, names):
@@ -161,7 +158,7 @@ def elsewhere(tmp_path_factory):
     return ask
 
 
-@pytest.mark.parametrize(("program", "way"), PARAMS)
+@pytest.mark.parametrize(("program", "way"), CHOSEN, ids=IDS)
 def test_a_program_does_what_the_loop_by_hand_does(program, way, elsewhere):
     row = listed(CANT, program, way)
     if way.process is not None:

@@ -5,7 +5,7 @@ The functional sibling of `GradientsAccumulator`: no buffers that outlive the ca
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +18,8 @@ from tfloop._tensors.counts import checked_weight, divided, weighted
 from tfloop._tracing import traces
 
 _CALL = "microbatch(fn, batch, num=...)"
+_Batch = TypeVar("_Batch")
+_Outputs = TypeVar("_Outputs")
 _Tensors = dict[str, tf.Tensor]
 _WEIGHT = ""  # the key of the weights among the sums, which are keyed by path
 _VALUE = "value/"  # before the path of what overwrites a variable, among the rows
@@ -25,12 +27,12 @@ _VALUE = "value/"  # before the path of what overwrites a variable, among the ro
 
 @traces.not_converted
 def microbatch(
-    fn: Callable[[Any], tuple[GradientsParams, Any]],
-    batch: Any,
+    fn: Callable[[_Batch], tuple[GradientsParams, _Outputs]],
+    batch: _Batch,
     *,
     num: int,
-    weight: Callable[[Any], Any] | None = None,
-) -> tuple[GradientsParams, Any]:
+    weight: Callable[[_Batch], Any] | None = None,
+) -> tuple[GradientsParams, _Outputs]:
     """Computes the mean gradients of a batch at the activation memory of one piece.
 
         sum over pieces of w_i g_i / sum of w_i,   w_i = rows of piece i, or weight(piece i)

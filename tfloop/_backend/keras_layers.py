@@ -1,12 +1,19 @@
 """Private of `keras.layers.Layer` and `keras.Model`: what they track, and what is their own."""
 
+import contextlib
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from tfloop._backend.versions import unsupported
+
+try:
+    from keras.src.backend.common.global_state import get_global_attribute
+except ImportError:  # then a flag leaks as Keras lets it
+    get_global_attribute = lambda name: None  # noqa: E731
 
 _LAYER = "keras.layers.Layer"
 _TRACKED = ("_trainable_variables", "_non_trainable_variables", "_seed_generators", "_layers")
@@ -43,6 +50,21 @@ def own_losses(layer: Any) -> list[Any]:
     Without the layers inside and without the penalties of variables, both of which `losses` has.
     """
     return _of_layer(layer, "_get_own_losses", "the losses that its last call added")()
+
+
+@contextlib.contextmanager
+def training_kept() -> Iterator[None]:
+    """Keeps the training flag of the call of a layer in which this runs, if there is one.
+
+    Keras notes a flag that is given to an inner layer for all layers that come after it.
+    """
+    context = get_global_attribute("current_call_ctx")
+    flag = getattr(context, "training", None)
+    try:
+        yield
+    finally:
+        if context is not None:
+            context.training = flag
 
 
 def records(layer: Any) -> frozenset[str]:

@@ -4,6 +4,7 @@ One class for each kind of object. A part has named values, says the rest in wor
 pairs what is there with what was saved. Files and roots are none of its business.
 """
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from tfloop._accumulation.accumulator import GradientsAccumulator
 from tfloop._checks.messages import described, listed
+from tfloop._groups.group import ParamGroup
 from tfloop._model import derived
 from tfloop._model.containers import is_container
 from tfloop._model.paths import (
@@ -24,10 +26,11 @@ from tfloop._model.paths import (
     tf_variable,
 )
 from tfloop._optimizer import record
+from tfloop._optimizer.as_keras import GroupedOptimizer
 from tfloop._optimizer.optimizer import ModuleOptimizer
 from tfloop._replicas import per_replica, reduction, seeds
 
-Saved = Mapping[str, np.ndarray]
+Saved = Mapping[str, tf.Tensor]
 Pairs = list[tuple[Any, Any]]
 """(what has `assign`, value): live variables and what they were when they were saved."""
 
@@ -48,7 +51,7 @@ class _Kind:
 
 
 class Variables(_Kind):
-    """A metric or a variable: variables by path."""
+    """A metric, a Keras optimizer or a variable: variables by path, or by their number."""
 
     def __init__(self, kind: str, variables: Mapping[str, Any]) -> None:
         self.kind = kind
@@ -68,8 +71,7 @@ class Variables(_Kind):
             )
         shared = {path: variable for path, variable in self.values.items() if path in saved}
         for path, variable in shared.items():
-            value = np.asarray(saved[path])
-            found, dtype = tf.TensorShape(value.shape), tf.as_dtype(value.dtype)
+            found, dtype = tf.TensorShape(saved[path].shape), tf.as_dtype(saved[path].dtype)
             expected = tf.TensorShape(variable.shape)  # which may be open
             if not expected.is_compatible_with(found) or dtype != variable.dtype:
                 raise ValueError(
@@ -87,6 +89,14 @@ class Model(Variables):
         super().__init__("model", book.variables)
         self._book = book
         self.statistics = reduction.moved_state(book)
+
+    def only(self, group: ParamGroup) -> "Model":
+        """The same model as if it had no variables but the members of a group."""
+        named = self._book.variables.items()
+        paths = {p for p, v in named if group.matches_any(self._book.paths_of(p), v)}
+        part = copy.copy(self)
+        part.own = part.values = {path: self.values[path] for path in self.values if path in paths}
+        return part
 
     def finish(self) -> None:
         """As in `Variables`."""
@@ -150,7 +160,7 @@ class State(_Kind):
 
     def pairs(self, said: Mapping[str, Any], saved: Saved, strict: bool) -> Pairs:
         """This, in the place of a variable: it judges its state when it is assigned."""
-        return [(self, saved["state"])]
+        return [(self, saved["state"].numpy())]
 
     def assign(self, state: Any) -> None:
         """Takes over a state, or raises and keeps the one it has."""
@@ -181,6 +191,10 @@ def part_of(thing: Any, call: str, root: Any = None) -> Part:
         return Variables("metric", {f"{n}.{v.name}": v for n, v in enumerate(thing.variables)})
     if is_variable(thing):
         return Variables("variable", {"value": thing})
+    if isinstance(thing, keras.optimizers.Optimizer):
+        # Keras numbers the names of layers on, so that only the order of variables stays.
+        variables = {str(number): v for number, v in enumerate(thing.variables)}
+        return Variables(type(thing).__name__, variables)
     return Model(address_book(thing, call))
 
 
@@ -203,12 +217,19 @@ def check_kind(thing: Any, call: str) -> None:
         return
     fix = "Keep a number in a variable: `tf.Variable(0)`."
     if isinstance(thing, keras.optimizers.Optimizer):
-        fix = "Give what steps with it: `tfloop.ModuleOptimizer(optimizer)`."
+        if thing.built and not isinstance(thing, GroupedOptimizer):
+            return
+        fix = (
+            "A Keras optimizer has some once it is built: "
+            "`optimizer.build(model.trainable_variables)`. Where a "
+            "`tfloop.ModuleOptimizer(optimizer)` steps, give that."
+        )
     elif isinstance(thing, keras.random.SeedGenerator):
         fix = "Give its variable: `generator.state`."
     raise TypeError(
         f"`{call}` has no state that can be saved: got {described(thing)}, expected a model, "
-        f"ModuleOptimizer, GradientsAccumulator, scheduler, DataLoader, metric or variable. {fix}"
+        "ModuleOptimizer, GradientsAccumulator, scheduler, DataLoader, metric, variable or built "
+        f"Keras optimizer. {fix}"
     )
 
 

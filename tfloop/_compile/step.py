@@ -10,7 +10,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeGuard, TypeVar, overload
 
 import tensorflow as tf
 
@@ -19,6 +19,7 @@ from tfloop._checks.messages import described, not_pickled
 from tfloop._compile import distribution, loop
 from tfloop._compile.bindings import Bindings
 from tfloop._compile.launch import Launcher, as_argument
+from tfloop._compile.turns import STEPS
 from tfloop._model.paths import AddressBook, unchecked_book
 from tfloop._replicas import contexts
 from tfloop._tracing import traces
@@ -26,6 +27,31 @@ from tfloop._tracing.traces import Dependency
 
 _MANY_CHANGES = 5
 """So many new traces for the same name are worth a warning."""
+
+_Params = ParamSpec("_Params")
+_Others = ParamSpec("_Others")
+_Return = TypeVar("_Return")
+_Owner = TypeVar("_Owner")
+_Batch = TypeVar("_Batch")
+
+
+# `tf.distribute.Strategy` would be unknown to Pyright, and a strict program that compiles an error.
+@overload
+def compile(
+    fn: Callable[_Params, _Return],
+    *,
+    jit_compile: bool = False,
+    strategy: Any = None,
+) -> "CompiledStep[_Params, _Return]": ...
+
+
+@overload
+def compile(
+    fn: None = None,
+    *,
+    jit_compile: bool = False,
+    strategy: Any = None,
+) -> "_Decorator": ...
 
 
 def compile(  # noqa: A001
@@ -115,7 +141,11 @@ def compile(  # noqa: A001
     return CompiledStep(fn, jit_compile, strategy)
 
 
-class CompiledStep:
+class _Decorator(Protocol):
+    def __call__(self, fn: Callable[_Params, _Return], /) -> "CompiledStep[_Params, _Return]": ...
+
+
+class CompiledStep(Generic[_Params, _Return]):
     """A compiled step; made by `compile`.
 
     Attributes:
@@ -125,7 +155,7 @@ class CompiledStep:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[_Params, _Return],
         jit_compile: bool,
         strategy: tf.distribute.Strategy | None = None,
     ) -> None:
@@ -147,11 +177,16 @@ class CompiledStep:
         self._changes: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Return:
         """Runs one step."""
-        if tf.executing_eagerly():
-            return self._current().launch(args, kwargs)
-        return self._as_part(args, kwargs)
+        try:
+            if tf.executing_eagerly():
+                with STEPS:
+                    return self._current().launch(args, kwargs)
+            return self._as_part(args, kwargs)
+        except TypeError:
+            self._check_arguments(args, kwargs)
+            raise
 
     @traces.not_converted
     def _as_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,7 +198,13 @@ class CompiledStep:
         return self._traceable(self._traced)(*args, **kwargs)
 
     @traces.not_converted
-    def run(self, iterator: Iterator[Any], *args: Any, steps: int, **kwargs: Any) -> Any:
+    def run(
+        self: "CompiledStep[Concatenate[_Batch, _Others], _Return]",
+        iterator: Iterator[_Batch],
+        *args: Any,
+        steps: int,
+        **kwargs: Any,
+    ) -> _Return:
         """Runs up to `steps` steps in one call of the graph.
 
         The batches are drawn and stacked first; a `DataLoader`'s iterator stacks them ahead of the
@@ -195,7 +236,12 @@ class CompiledStep:
             )
         stack, rest = loop.drawn(iterator, steps)
         if stack is not None and not tf.config.functions_run_eagerly():
-            self._returned = self._current().launch_many((stack, *args), kwargs)
+            try:
+                with STEPS:
+                    self._returned = self._current().launch_many((stack, *args), kwargs)
+            except TypeError:
+                self._check_arguments((stack, *args), kwargs)
+                raise
             return self._returned
         if stack is not None:
             rest = [tf.nest.map_structure(lambda t, n=n: t[n], stack) for n in range(steps)]
@@ -204,6 +250,37 @@ class CompiledStep:
             return self._returned
         loop.check_not_empty(self._returned)
         return loop.nothing_like(self._returned)
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Says which argument a call lacks or has too many, in the user's names.
+
+        TensorFlow names its own wrappers. Asked once something has failed, so that it costs
+        nothing before.
+        """
+        if self._signature is None:
+            return
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"`{self._written()}` can't be called so: {error}. Every argument of a step is "
+                "given at each call, a rate too. Compare the call with the function's `def`."
+            ) from None
+
+    def _written(self) -> str:
+        """The step as its user wrote it: name and parameters, without annotations."""
+        name = getattr(self.python_function, "__name__", type(self.python_function).__name__)
+        if self._signature is None:
+            return f"{name}(...)"
+        bare = [p.replace(annotation=p.empty) for p in self._signature.parameters.values()]
+        return f"{name}{inspect.Signature(bare)}"
+
+    def __repr__(self) -> str:
+        """The function as it was written, how it is compiled, and how often it was traced."""
+        jit = ", jit_compile=True" if self._jit_compile else ""
+        kind = f", {type(self._strategy).__name__}" if self._strategy is not None else ""
+        traced = f"{self.trace_count} trace{'' if self.trace_count == 1 else 's'}"
+        return f"<CompiledStep {self._written()}{jit}{kind}: {traced}>"
 
     def _current(self) -> "_Program":
         """The program whose traces are still right."""
@@ -229,6 +306,18 @@ class CompiledStep:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
+
+    @overload
+    def __get__(
+        self, instance: None, owner: type | None = None
+    ) -> "CompiledStep[_Params, _Return]": ...
+
+    @overload
+    def __get__(
+        self: "CompiledStep[Concatenate[_Owner, _Others], _Return]",
+        instance: _Owner,
+        owner: type | None = None,
+    ) -> "CompiledStep[_Others, _Return]": ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Methods work too: each instance gets a step of its own."""
@@ -261,7 +350,7 @@ class CompiledStep:
         held[name] = bound
         return bound
 
-    def _has_made(self, kept: Any) -> "TypeGuard[CompiledStep]":
+    def _has_made(self, kept: Any) -> "TypeGuard[CompiledStep[Any, Any]]":
         return isinstance(kept, CompiledStep) and kept._owner is self
 
     def _kept_as(self, kind: type) -> str:
@@ -280,11 +369,11 @@ class CompiledStep:
     def __delete__(self, instance: Any) -> None:
         del instance.__dict__[self._attribute]
 
-    def __copy__(self) -> "CompiledStep":
+    def __copy__(self) -> "CompiledStep[_Params, _Return]":
         """A step of its own for the same function."""
         return CompiledStep(self.python_function, self._jit_compile, self._strategy)
 
-    def __deepcopy__(self, memo: dict) -> "CompiledStep":
+    def __deepcopy__(self, memo: dict) -> "CompiledStep[_Params, _Return]":
         """A step of its own, bound to the copy where it is a method."""
         fn = copy.deepcopy(self.python_function, memo)
         return CompiledStep(fn, self._jit_compile, self._strategy)

@@ -11,13 +11,20 @@ import tensorflow as tf
 
 from tfloop._checks.messages import described, listed
 from tfloop._groups.group import ParamGroup
-from tfloop._model.paths import AddressBook, Variable, address_book, tf_variable, variable_id
+from tfloop._model.paths import (
+    AddressBook,
+    Variable,
+    address_book,
+    is_variable,
+    tf_variable,
+    variable_id,
+)
 from tfloop._replicas import contexts
 from tfloop._tensors import overwritten, sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._tracing import traces
 
-_FROM_GRADS = "GradientsParams.from_grads(grads, model, group)"
+FROM_GRADS = "GradientsParams.from_grads(grads, model, group)"
 
 _MSG_UNWATCHED = (
     "`{call}` has no gradient for variables that the tape didn't watch: got {names}, expected "
@@ -73,9 +80,9 @@ class Gradients:
           KeyError: The backward pass wasn't asked for this source.
         """
         if not self._asked(source):
-            known = listed(_source_name(known) for known, _ in self._entries.values())
+            known = listed(source_name(known) for known, _ in self._entries.values())
             raise KeyError(
-                f"`grads.wrt(x)` was never asked for this gradient: got {_source_name(source)}, "
+                f"`grads.wrt(x)` was never asked for this gradient: got {source_name(source)}, "
                 f"expected one of {known}. A tensor must be the very object that was watched. "
                 "Watch it: `tfloop.Tape(watch=[x])`, or ask for it: `tape.backward(loss, wrt=[x])`."
             )
@@ -90,7 +97,7 @@ class Gradients:
 
     def __repr__(self) -> str:
         """A line for each source: its name, and its gradient's shape and dtype."""
-        rows = [f"  {_source_name(s)}: {gradient_name(g)}" for s, g in self._entries.values()]
+        rows = [f"  {source_name(s)}: {gradient_name(g)}" for s, g in self._entries.values()]
         return "\n".join(["Gradients(", *rows, ")"])
 
     def _asked(self, source: Any) -> bool:
@@ -106,33 +113,27 @@ def share_of(
     grads: Gradients, model: Any, group: ParamGroup | Iterable[str] | None
 ) -> dict[str, Gradient]:
     """A model's share of a backward pass by path; see `GradientsParams.from_grads`."""
-    if not isinstance(grads, Gradients):
-        raise TypeError(
-            f"`{_FROM_GRADS}` needs the result of a backward pass: got {described(grads)}, "
-            "expected Gradients. Ours remember which gradient is whose. Make one on a "
-            "`tfloop.Tape`: `grads = tape.backward(loss)`."
-        )
-    book = address_book(model, _FROM_GRADS)
+    book = address_book(model, FROM_GRADS)
     traces.depends_on(book)
     parameters = book.parameters()
     wanted = _chosen(parameters, group, book)
     overlooked = [path for path, variable in wanted.items() if grads._overlooked(variable)]
     if overlooked:
-        raise ValueError(_MSG_UNWATCHED.format(call=_FROM_GRADS, names=listed(overlooked)))
+        raise ValueError(_MSG_UNWATCHED.format(call=FROM_GRADS, names=listed(overlooked)))
     asked = {
         overwritten.path_for(path, v): grads.wrt(v) for path, v in wanted.items() if grads._asked(v)
     }
     share = {path: grad for path, grad in asked.items() if grad is not None}
     if not share:
-        contexts.check_context(_FROM_GRADS, book.variables)  # the likelier cause
+        contexts.check_context(FROM_GRADS, book.variables)  # the likelier cause
         why = _why_empty(book, parameters, wanted, asked, group)
-        raise ValueError(f"`{_FROM_GRADS}` found no gradient: {why}")
+        raise ValueError(f"`{FROM_GRADS}` found no gradient: {why}")
     return share
 
 
 def unwatched(call: str, sources: Iterable[Any]) -> ValueError:
     """The error for variables whose gradient the tape can't know."""
-    return ValueError(_MSG_UNWATCHED.format(call=call, names=listed(map(_source_name, sources))))
+    return ValueError(_MSG_UNWATCHED.format(call=call, names=listed(map(source_name, sources))))
 
 
 def gradient_name(grad: Gradient | None) -> str:
@@ -141,6 +142,23 @@ def gradient_name(grad: Gradient | None) -> str:
         return described(grad)
     kind = ", sparse" if sparse.is_sparse(grad) else ""
     return f"{sparse.shape_of(grad)} {grad.dtype.name}{kind}"
+
+
+def source_name(source: Any) -> str:
+    """A variable or tensor in words: Keras' path or TensorFlow's name, and the shape."""
+    shape = getattr(source, "shape", None)
+    if shape is None:
+        return described(source)
+    name = getattr(source, "path", None)
+    if name is None:
+        name = source.name if isinstance(source, tf.Variable) else "tensor"
+    return f"{name} {shape}"
+
+
+def widened(source: Any, grad: Any) -> Any:
+    """The gradient of a 16-bit variable in float32, where sums over many steps stay right."""
+    is_short = grad is not None and is_variable(source) and grad.dtype.size < 4
+    return sparse.cast(grad, tf.float32) if is_short else grad
 
 
 def _chosen(
@@ -154,7 +172,7 @@ def _chosen(
         return {p: v for p, v in parameters.items() if bound.matches_any(book.paths_of(p), v)}
     if isinstance(group, str) or not isinstance(group, Iterable):
         raise TypeError(
-            f"`{_FROM_GRADS}` takes no such group: got {described(group)}, expected a ParamGroup "
+            f"`{FROM_GRADS}` takes no such group: got {described(group)}, expected a ParamGroup "
             f"or a list of paths. One path goes in a list, too: `[{group!r}]`."
         )
     wanted = {}
@@ -162,7 +180,7 @@ def _chosen(
         canonical = book.resolve(path) if isinstance(path, str) else None
         if canonical is None:
             raise ValueError(
-                f"`{_FROM_GRADS}` got an unknown path: {book.unknown(path)} It is "
+                f"`{FROM_GRADS}` got an unknown path: {book.unknown(path)} It is "
                 "misspelt, or another model's. List them all: `tfloop.named_parameters(model)`."
             )
         if canonical in parameters:
@@ -198,13 +216,3 @@ def _why_empty(
         "`tf.stop_gradient`, `.numpy()`) or not used. Train through the training view: "
         "`tfloop.train(model)(x)`."
     )
-
-
-def _source_name(source: Any) -> str:
-    shape = getattr(source, "shape", None)
-    if shape is None:
-        return described(source)
-    name = getattr(source, "path", None)
-    if name is None:
-        name = source.name if isinstance(source, tf.Variable) else "tensor"
-    return f"{name} {shape}"

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfloop._checks.arguments import wrong_scalar
 from tfloop._checks.messages import described, did_you_mean, listed
-from tfloop._gradients import checks, gradients
+from tfloop._gradients import checks, foreign, gradients
 from tfloop._gradients.gradients import Gradients as Gradients
 from tfloop._gradients.gradients import gradient_name
 from tfloop._groups.group import ParamGroup, as_group
@@ -69,16 +69,26 @@ class GradientsParams(Mapping[str, Gradient]):
     @classmethod
     @traces.not_converted
     def from_grads(
-        cls, grads: Gradients, model: Any, group: ParamGroup | Iterable[str] | None = None
+        cls,
+        grads: Any,
+        model: Any,
+        group: ParamGroup | Iterable[str] | None = None,
+        *,
+        variables: Iterable[Any] | None = None,
     ) -> "GradientsParams":
-        """Takes a model's share of a backward pass, keyed by path.
+        """Takes a model's share of a backward pass, keyed by path; of ours, or of one elsewhere.
 
         `grads` stays usable, so one backward pass can feed several models.
 
         Args:
-          grads: The result of `Tape.backward`.
+          grads: The result of `Tape.backward`, or gradients made elsewhere, tensors or arrays:
+            a list beside `variables`, as `tf.GradientTape.gradient` gives it; pairs `(gradient,
+            variable)`, as Keras' `apply_gradients` takes them; a dict by path; or a tree of dicts
+            and lists whose keys, joined by dots, are the paths. `None` is no gradient.
           model: The model whose trainable parameters are wanted, as in `named_parameters`.
           group: Only these: a `ParamGroup`, or a list of paths.
+          variables: What a list of gradients was differentiated by, in its order; by default
+            `model.trainable_variables`.
 
         Returns:
           Path -> gradient, for the parameters that are trainable now and that the loss depends
@@ -88,10 +98,29 @@ class GradientsParams(Mapping[str, Gradient]):
 
         Raises:
           ValueError: Nothing is left (see the message for the likely cause); the list has an
-            unknown path; a parameter was unfrozen that the tape didn't watch.
-          TypeError: `grads` isn't the result of `Tape.backward`, or `group` is neither.
-          RuntimeError: The model lies in a strategy, and this is called outside of its replicas.
+            unknown path; a parameter was unfrozen that the tape didn't watch. Of gradients made
+            elsewhere: a list of another length than its variables, a path or variable that the
+            model lacks, a variable twice, another shape than the variable's.
+          TypeError: `grads` is none of these, or holds something that isn't a gradient; `group`
+            is neither, or there are `variables` beside what isn't a list.
+          RuntimeError: The model lies in a strategy, and this is called outside of its replicas;
+            `grads` was consumed before.
+
+        Example:
+          >>> import keras, tensorflow as tf, tfloop
+          >>> net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+          >>> with tf.GradientTape() as tape:
+          ...     loss = tf.reduce_sum(net(tf.ones((1, 3))))
+          >>> grads = tape.gradient(loss, net.trainable_variables)
+          >>> list(tfloop.GradientsParams.from_grads(grads, net))
+          ['dense.kernel', 'dense.bias']
         """
+        if isinstance(grads, GradientsParams):
+            grads._check_fresh(gradients.FROM_GRADS)
+        if not isinstance(grads, Gradients):
+            grads = foreign.as_gradients(grads, model, variables)
+        elif variables is not None:
+            raise foreign.not_beside_a_list(grads)
         return cls(gradients.share_of(grads, model, group))
 
     @traces.not_converted

@@ -1,19 +1,20 @@
 """`Tape`: the one place that holds a `tf.GradientTape`, and makes a backward pass explicit.
 
-It gives `Gradients`, one per variable or tensor that was asked for. Keying them by path is
-`gradients`'s business.
+It gives a model's gradients by path, or `Gradients`, one per variable or tensor that was asked for.
+Keying them is `gradients`'s business.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import tensorflow as tf
 
 from tfloop._backend.keras_layers import own_losses
 from tfloop._checks.messages import described
-from tfloop._gradients.gradients import Gradients, unwatched
+from tfloop._gradients.gradients import Gradients, unwatched, widened
+from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._model.containers import parts_of
 from tfloop._model.paths import (
@@ -25,10 +26,10 @@ from tfloop._model.paths import (
     unchecked_book,
     unwrap,
 )
-from tfloop._tensors import sparse
 from tfloop._tracing import traces
 
 _BACKWARD = "tape.backward(loss, wrt)"
+_BACKWARD_MODEL = "tape.backward(loss, model)"
 
 _MSG_NO_GRADIENT = (
     "`{call}` found no gradient at all: got {got}, expected a floating loss computed in the "
@@ -101,8 +102,16 @@ class Tape:
         """Stops to record."""
         self._tape.__exit__(kind, error, traceback)
 
+    @overload
+    def backward(self, loss: Any, model: None = None, *, wrt: Any = None) -> Gradients: ...
+
+    @overload
+    def backward(self, loss: Any, model: Any) -> GradientsParams: ...
+
     @traces.not_converted
-    def backward(self, loss: Any, wrt: Any = None) -> Gradients:
+    def backward(
+        self, loss: Any, model: Any = None, *, wrt: Any = None
+    ) -> Gradients | GradientsParams:
         """Differentiates a loss.
 
             gradient of sum(loss) with respect to each source
@@ -110,30 +119,52 @@ class Tape:
         Args:
           loss: A floating tensor; one that isn't a scalar is summed, as in Burn and TensorFlow.
             For the mean, take it in the block: `tf.reduce_mean(loss)`.
+          model: A model, or a dict of models and variables: its trainable parameters, keyed by
+            path, as an update wants them. (A tensor, a variable or a list goes to `wrt`.)
           wrt: Models (their trainable parameters), variables, and tensors that the block watched or
-            computed; one, or a container of them. By default every variable that the block read,
-            and what it watched.
+            computed; one, or a container of them. Without either it is every variable that the
+            block read, and what it watched.
 
         Returns:
-          `Gradients`, of each source's shape and dtype; float32 for 16-bit variables. An embedding
-          gives `tf.IndexedSlices`, repeated rows as they come.
+          Of a model its `GradientsParams`, those of `GradientsParams.from_grads`; otherwise
+          `Gradients`, of which several models can have their shares. Each is of its source's shape
+          and dtype; float32 for 16-bit variables. An embedding gives `tf.IndexedSlices`, repeated
+          rows as they come.
         Mutates: spends the tape, unless it is persistent.
         Graph mode: works; nothing here triggers a retrace.
 
         Raises:
           ValueError: No source has a gradient; the message lists the likely causes.
-          TypeError: `loss` isn't a floating tensor, or a source isn't one.
+          TypeError: `loss` isn't a floating tensor, or a source isn't one; `model` and `wrt` both.
           RuntimeError: A second backward pass on a tape that isn't persistent, or one before the
             block.
         """
-        loss = self._checked(loss)
+        if model is None:
+            return self._gradients(loss, wrt, _BACKWARD)
+        if wrt is not None:
+            raise TypeError(
+                f"`{_BACKWARD_MODEL}` got `wrt`, too: got two answers to what to differentiate by, "
+                "expected one. A model's gradients are keyed by path, those of tensors by object. "
+                "Ask for all at once: `grads = tape.backward(loss, wrt=[model, x])`, then "
+                "`grads.wrt(x)` and `tfloop.GradientsParams.from_grads(grads, model)`."
+            )
+        root = unwrap(model)
+        if not (is_model(root) or isinstance(root, Mapping)):
+            return self._gradients(loss, model, _BACKWARD)
+        return GradientsParams.from_grads(self._gradients(loss, root, _BACKWARD_MODEL), root)
+
+    def _gradients(self, loss: Any, wrt: Any, call: str) -> Gradients:
+        """The backward pass itself."""
+        loss = self._checked(loss, call)
         seen = {id(source): source for source in self._tape.watched_variables()}
         seen |= {id(source): source for source in self._watched}
-        sources = list(seen.values() if wrt is None else _sources(wrt, _BACKWARD))
+        sources = list(seen.values() if wrt is None else _sources(wrt, call))
         if not sources:
             got = "nothing to differentiate by"
             cause = "The block read no trainable variable. Call the model in it: `model(x)`."
-            raise ValueError(_MSG_NO_GRADIENT.format(call=_BACKWARD, got=got, cause=cause))
+            if wrt is not None:
+                cause = "All of it is frozen now. Thaw it: `model.trainable = True`."
+            raise ValueError(_MSG_NO_GRADIENT.format(call=call, got=got, cause=cause))
         scaler = self._scaler
         seed = None if scaler is None else scaler.seed(loss)
         came = grads = self._tape.gradient(loss, sources, output_gradients=seed)
@@ -147,34 +178,34 @@ class Tape:
             if not source.trainable
         ]
         if blind:
-            raise unwatched(_BACKWARD, blind)
+            raise unwatched(call, blind)
         if all(grad is None for grad in grads):
-            raise ValueError(_why_nothing(wrt, len(sources)))
+            raise ValueError(_why_nothing(wrt, len(sources), call))
         return Gradients(
             sources,
-            map(_widened, sources, grads),
-            scaled=None if scaler is None else map(_widened, sources, came),
+            map(widened, sources, grads),
+            scaled=None if scaler is None else map(widened, sources, came),
             of_everything=wrt is None,
         )
 
-    def _checked(self, loss: Any) -> tf.Tensor:
+    def _checked(self, loss: Any, call: str) -> tf.Tensor:
         """Refuses what can't be differentiated, before the tape is spent."""
         if not self._opened:
             raise RuntimeError(
-                f"`{_BACKWARD}` was called on a tape that never recorded: got an unopened tape, "
+                f"`{call}` was called on a tape that never recorded: got an unopened tape, "
                 "expected one after its block. Compute the loss in it: "
                 "`with tfloop.Tape() as tape: loss = loss_fn(y, model(x))`."
             )
         if self._spent:
             raise RuntimeError(
-                f"`{_BACKWARD}` was called twice: got a tape that is spent, expected a fresh or a "
+                f"`{call}` was called twice: got a tape that is spent, expected a fresh or a "
                 "persistent one. The first pass has freed what was recorded. Add the losses up in "
                 "the block, or keep the tape: `tfloop.Tape(persistent=True)`."
             )
         number = isinstance(loss, (float, np.ndarray, np.number)) and not isinstance(loss, bool)
         if not (number or isinstance(loss, (tf.Tensor, int)) or is_variable(loss)):
             raise TypeError(
-                f"`{_BACKWARD}` needs a loss: got {described(loss)}, expected one floating tensor. "
+                f"`{call}` needs a loss: got {described(loss)}, expected one floating tensor. "
                 "A loss function may return nothing, or several parts. Add them up in the block: "
                 "`loss = tf.add_n(parts)`."
             )
@@ -182,11 +213,11 @@ class Tape:
         if not loss.dtype.is_floating:
             cause = "Integers carry no gradient. Cast before the sum: `tf.cast(x, tf.float32)`."
             got = f"a loss of dtype {loss.dtype.name}"
-            raise ValueError(_MSG_NO_GRADIENT.format(call=_BACKWARD, got=got, cause=cause))
+            raise ValueError(_MSG_NO_GRADIENT.format(call=call, got=got, cause=cause))
         return loss
 
 
-def _why_nothing(wrt: Any, count: int) -> str:
+def _why_nothing(wrt: Any, count: int, call: str) -> str:
     """Says why a loss has no gradient, most likely causes first."""
     cause = (
         "Likely: the loss was computed after the block or outside it; it went through NumPy, "
@@ -194,11 +225,13 @@ def _why_nothing(wrt: Any, count: int) -> str:
     )
     if wrt is None:
         cause += "or it uses other variables. Compute it inside: "
+    elif call == _BACKWARD_MODEL:
+        cause += "or the model wasn't called in the block. Compute it inside: "
     else:
         cause += "or a tensor in `wrt` wasn't watched: `tfloop.Tape(watch=[x])`. "
         cause += "Compute it inside: "
     cause += "`with tfloop.Tape() as tape: loss = loss_fn(y, model(x))`."
-    return _MSG_NO_GRADIENT.format(call=_BACKWARD, got=f"None for all {count} sources", cause=cause)
+    return _MSG_NO_GRADIENT.format(call=call, got=f"None for all {count} sources", cause=cause)
 
 
 @traces.not_converted
@@ -253,6 +286,10 @@ def _losses(book: AddressBook) -> Iterator[tf.Tensor]:
     """What `layer.losses` of all outermost layers holds, shared layers and variables once."""
     for layer in book.layers.values():
         yield from own_losses(layer)
+    inside = {id(part) for layer in book.of_keras_2.values() for part in layer.submodules}
+    for layer in book.of_keras_2.values():
+        if id(layer) not in inside:
+            yield from layer.losses
     for variable in book.parameters().values():
         regularizer = getattr(variable, "regularizer", None)
         if regularizer is not None:
@@ -284,9 +321,3 @@ def _sources(things: Any, call: str) -> Iterator[Any]:
             "or tensors. Only what TensorFlow computes can be watched. Convert it before the "
             "block: `x = tf.convert_to_tensor(x)`."
         )
-
-
-def _widened(source: Any, grad: Any) -> Any:
-    """The gradient of a 16-bit variable in float32, where sums over many steps stay right."""
-    is_short = grad is not None and is_variable(source) and grad.dtype.size < 4
-    return sparse.cast(grad, tf.float32) if is_short else grad

@@ -155,6 +155,24 @@ class ParamGroup:
         """
         return cls._make("from_regex", patterns.regex("ParamGroup.from_regex(pattern)", pattern))
 
+    @classmethod
+    def from_rank(cls, *ranks: int) -> "ParamGroup":
+        """The parameters with one of these numbers of axes.
+
+        `from_rank(0, 1)` are scalars and vectors: gains and most biases, whatever a model family
+        calls them. The biases of Keras' attention have two axes, one for the heads; add their name:
+        `from_rank(0, 1) | from_name("bias")`.
+
+        Args:
+          *ranks: Numbers from 0; a list of them is fine. A path alone, without its variable,
+            matches none.
+
+        Raises:
+          TypeError: A rank isn't a whole number.
+          ValueError: There is none, or one is negative.
+        """
+        return cls._make("from_rank", patterns.ranks("ParamGroup.from_rank(*ranks)", ranks))
+
     def __or__(self, other: "ParamGroup") -> "ParamGroup":
         """Either of the two."""
         return self._combined("|", other)
@@ -309,7 +327,7 @@ class ParamGroup:
         return self._make(self._kind, [part._map_leaves(change) for part in self._parts])
 
     def _is_plain(self) -> bool:
-        """Is it a leaf that means the same in another process?"""
+        """Is it a leaf that asks about paths alone?"""
         texts = self._kind in _TEXT_LEAVES and all(isinstance(part, str) for part in self._parts)
         return texts or self._kind == "all"
 
@@ -322,7 +340,7 @@ class ParamGroup:
         """
         if self._kind in _BINDING:
             return {self._kind: [part.to_config() for part in self._parts]}
-        if not self._is_plain():
+        if not self._is_plain() and self._kind != "from_rank":
             raise ValueError(
                 f"`group.to_config()` can't write objects down: got {self}, expected paths, names, "
                 "texts or expressions. Variables, layers and functions exist in this process "
@@ -338,7 +356,7 @@ class ParamGroup:
           ValueError: It isn't such a record.
         """
         kind, parts = next(iter(config.items())) if _is_record(config) else (None, ())
-        if kind in (*_TEXT_LEAVES, "all"):
+        if kind in (*_TEXT_LEAVES, "all", "from_rank"):
             return getattr(cls, kind)(*parts)
         if kind in _BINDING:
             return cls._make(kind, [cls.from_config(part) for part in parts])

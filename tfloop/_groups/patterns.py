@@ -5,6 +5,7 @@ wrong with them, or answers for one path. Combining the answers is `group`'s bus
 """
 
 import inspect
+import numbers
 import re
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -67,6 +68,30 @@ def regex(call: str, pattern: Any) -> tuple[str, ...]:
             f"`tfloop.ParamGroup.from_predicate({pattern!r})` to look for this very text."
         ) from error
     return found
+
+
+def ranks(call: str, values: Iterable[Any]) -> tuple[int, ...]:
+    """Numbers of axes, sorted and once each."""
+    example = "ParamGroup.from_rank(0, 1)"
+    found = flat(values)
+    for rank in found:
+        if isinstance(rank, bool) or not isinstance(rank, numbers.Integral):
+            raise TypeError(
+                _MSG_KIND.format(
+                    call=call,
+                    taken="numbers of axes",
+                    got=described(rank),
+                    expected="an int",
+                    cause="A matrix has 2, a vector 1, a scalar 0",
+                    fix=f"`{example}`",
+                )
+            )
+        if rank < 0:
+            raise ValueError(
+                f"`{call}` got a negative rank: got {rank}, expected 0 or more. Ranks are counted, "
+                f"not indexed from the end. Write `{example}`."
+            )
+    return tuple(sorted({int(rank) for rank in _some(call, found, example)}))
 
 
 def function(call: str, predicate: Callable[..., Any]) -> Any:
@@ -135,6 +160,8 @@ def hits(kind: str, parts: tuple[Any, ...], path: str, variable: Variable | None
             return any(f".{name}." in f".{path}." for name in parts)
         case "from_regex":
             return re.search(parts[0], path) is not None
+        case "from_rank":
+            return variable is not None and len(variable.shape) in parts
         case _:
             (wanted,) = parts
             return wanted in path if isinstance(wanted, str) else bool(wanted(path, variable))
@@ -142,7 +169,7 @@ def hits(kind: str, parts: tuple[Any, ...], path: str, variable: Variable | None
 
 def shown(parts: tuple[Any, ...]) -> str:
     """The arguments of a constructor as text; at most five objects, then how many more."""
-    if all(isinstance(part, str) for part in parts):
+    if all(isinstance(part, (str, int)) for part in parts):
         return ", ".join(repr(part) for part in parts)
     hidden = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
     return ", ".join(_object_name(part) for part in parts[:5]) + hidden

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfloop._backend import keras_layers, sonnet
+from tfloop._backend import keras_layers, sonnet, tf_keras
 from tfloop._backend.keras_variables import is_variable as is_variable
 from tfloop._backend.keras_variables import tf_variable as tf_variable
 from tfloop._backend.tensorflow import ignored_attributes, is_tracking
@@ -23,7 +23,7 @@ from tfloop._model.containers import KINDS, is_container, items_of, parts_of
 Variable = Any
 """A `keras.Variable` or a `tf.Variable`."""
 
-_KNOWN_LIBRARIES = {"builtins", "keras", "numpy", "tensorflow", "tfloop"}
+_KNOWN_LIBRARIES = {"builtins", "keras", "numpy", "tensorflow", "tf_keras", "tfloop"}
 
 
 def variable_id(variable: Variable) -> int:
@@ -58,7 +58,12 @@ def children(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, keras.random.SeedGenerator):
         yield "state", thing.state
     elif isinstance(thing, keras.layers.Layer):
-        yield from _children_of_layer(thing)
+        named = thing.layers if _has_named_layers(thing) else []
+        records = keras_layers.records(thing)
+        yield from _children_of_layer(thing, named, records, keras_layers.tracked(thing))
+    elif tf_keras.is_layer(thing):
+        named = thing.layers if tf_keras.has_named_layers(thing) else []
+        yield from _children_of_layer(thing, named, tf_keras.records(), tf_keras.tracked(thing))
     elif isinstance(thing, tf.Module):
         yield from _attributes(thing, ignored=ignored_attributes(thing))
 
@@ -69,6 +74,12 @@ def is_node(thing: Any) -> bool:
         return False
     parts = parts_of(thing)
     return parts is None or any(map(is_node, parts))
+
+
+def held_by(module: tf.Module) -> set[int]:
+    """Ids of what a module holds, and of what that holds; they change when it holds another."""
+    records = tf_keras.records() if tf_keras.is_layer(module) else ()
+    return ids_below([value for name, value in vars(module).items() if name not in records])
 
 
 def hidden_children(thing: Any) -> Iterator[tuple[str, Any]]:
@@ -100,6 +111,8 @@ def call_arguments(model: Any) -> list[str]:
     """The names of what a call of a Keras layer or a tf.Module takes."""
     if isinstance(model, keras.layers.Layer):
         return list(model.call_signature_parameters)
+    if tf_keras.is_layer(model):
+        return _arguments(type(model).call)
     names = _arguments(type(model).__call__)
     if sonnet.refuses_flag(model):
         return [name for name in names if name != "is_training"]
@@ -146,18 +159,18 @@ def _kind_of_class(cls: type) -> _Kind:
     return _Kind.INERT if known or issubclass(cls, type) else _Kind.PLAIN
 
 
-def _children_of_layer(layer: Any) -> Iterator[tuple[str, Any]]:
+def _children_of_layer(
+    layer: Any, named: list[Any], records: frozenset[str], tracked: list[Any]
+) -> Iterator[tuple[str, Any]]:
     """Layers of a Sequential or Functional model by name, attributes, what Keras alone tracks.
 
     The last part finds weights, layers and seeds that no attribute leads to: `add_weight` without
     keeping the result, layers in a set.
     """
-    named = layer.layers if _has_named_layers(layer) else []
-    attributes = list(_attributes(layer, ignored=keras_layers.records(layer)))
+    attributes = list(_attributes(layer, ignored=records))
     met = {id(child) for child in named} | ids_below([child for _, child in attributes])
     yield from _named_by_keras(named)
     yield from attributes
-    tracked = keras_layers.tracked(layer)
     yield from _named_by_keras([child for child in tracked if id(child) not in met])
 
 

@@ -6,12 +6,14 @@ own context isn't seen by other threads, and is left changed by some calls (see 
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar, overload
 
 import keras
 import tensorflow as tf
 
+from tfloop._backend import tf_keras
+from tfloop._backend.keras_layers import training_kept
 from tfloop._checks.messages import described, listed
 from tfloop._model.containers import is_container, parts_of, rebuilt
 from tfloop._model.graphs import call_arguments, is_plain_object
@@ -27,7 +29,27 @@ from tfloop._tensors import annotations
 from tfloop._tracing import traces
 
 _FLAGS = ("training", "is_training")
+_Model = TypeVar("_Model", bound=Callable[..., Any], covariant=True)
+# Whose base class has no types, as Keras' have none, counts as any class, so models come first in
+# the signatures below; and no container can be called.
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.sigmoid}
+
+
+@overload
+def train(model: _Callable) -> "View[_Callable]": ...
+
+
+@overload
+def train(model: Mapping[str, _Callable]) -> "dict[str, View[_Callable]]": ...
+
+
+@overload
+def train(model: list[_Callable]) -> "list[View[_Callable]]": ...
+
+
+@overload
+def train(model: Any) -> Any: ...
 
 
 @traces.not_converted
@@ -55,6 +77,22 @@ def train(model: Any) -> Any:
     return _view(model, True, "train(model)")
 
 
+@overload
+def valid(model: _Callable) -> "View[_Callable]": ...
+
+
+@overload
+def valid(model: Mapping[str, _Callable]) -> "dict[str, View[_Callable]]": ...
+
+
+@overload
+def valid(model: list[_Callable]) -> "list[View[_Callable]]": ...
+
+
+@overload
+def valid(model: Any) -> Any: ...
+
+
 @traces.not_converted
 def valid(model: Any) -> Any:
     """Gives a view of a model that runs in inference mode and is off every tape.
@@ -70,8 +108,9 @@ def valid(model: Any) -> Any:
     `model(x, training=False)` and leave it out of the step.
 
     Keras lets a flag leak: after `self.backbone(x, training=False)` inside a subclassed model,
-    later layers of the same call run without training too (Keras 3.15). Pass `training` on
-    to every layer in such a `call`. A flag that a model hard-codes can't be switched from outside.
+    later layers of the same call run without training too (Keras 3.15). A view there keeps its flag
+    to itself: `tfloop.valid(self.backbone)(x)`, or, where gradients must pass, hand `training` on
+    to every layer. A flag that a model hard-codes can't be switched from outside.
 
     Args:
       model: A Keras model or layer, a `tf.Module`, a view, or a dict or list of these and of
@@ -103,7 +142,7 @@ def _view(model: Any, training: bool, call: str, inside: bool = False) -> Any:
     return rebuilt(model, lambda part: _view(part, training, call, inside=True))
 
 
-class View:
+class View(Generic[_Model]):
     """A model in one mode; made by `train` and `valid`.
 
     Attributes:
@@ -114,6 +153,9 @@ class View:
     is_tfloop_view = True
     __slots__ = ("module", "training", "_values")
 
+    module: _Model
+    training: bool
+
     def __init__(self, module: Any, training: bool, values: Any = None) -> None:
         object.__setattr__(self, "module", module)
         object.__setattr__(self, "training", training)
@@ -123,7 +165,7 @@ class View:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model in this mode; an explicit `training=` wins."""
         kwargs = _with_flag(self.module, self.training, args, kwargs)
-        with _explained_flag(self.module, args, kwargs):
+        with _explained_flag(self.module, args, kwargs), training_kept():
             if self._values:
                 outputs = _call_with_values(self.module, self._values, args, kwargs)
             else:
@@ -132,17 +174,17 @@ class View:
         return outputs if self.training else _detached(outputs)
 
     @traces.not_converted
-    def train(self) -> "View":
+    def train(self) -> "View[_Model]":
         """The same model in training mode."""
         return View(self.module, True, self._values)
 
     @traces.not_converted
-    def valid(self) -> "View":
+    def valid(self) -> "View[_Model]":
         """The same model in inference mode, off every tape."""
         return View(self.module, False, self._values)
 
     @traces.not_converted
-    def with_values(self, values: Mapping[str, Any]) -> "View":
+    def with_values(self, values: Mapping[str, Any]) -> "View[_Model]":
         """A view that runs with tensors in place of variables, differentiably.
 
         For methods that look ahead (MAML, SAM): the gradient flows into the tensors. Views of the
@@ -216,7 +258,7 @@ class View:
         """Copies and pickles as its model."""
         return View, (self.module, self.training, self._values)
 
-    def __copy__(self) -> "View":
+    def __copy__(self) -> "View[_Model]":
         """Another view of the same model."""
         return View(self.module, self.training, self._values)
 
@@ -262,9 +304,24 @@ def _with_flag(module: Any, training: bool, args: tuple, kwargs: dict) -> dict:
     if isinstance(module, keras.layers.Layer):
         taken = ["training", *(flag for flag in taken if flag != "training")]
     elif not taken:
+        _check_needs_no_flag(module, training)
         return kwargs
     others = {name: value for name, value in kwargs.items() if name not in _FLAGS}
     return others | dict.fromkeys(taken, given[0] if given else training)
+
+
+def _check_needs_no_flag(module: Any, training: bool) -> None:
+    """In Keras 2 layers inside get the flag by the `call` around them, or run without training."""
+    if not training or not tf_keras.is_layer(module):
+        return
+    inner = (part for part in module.submodules if tf_keras.is_layer(part))
+    deaf = next((part for part in inner if "training" in call_arguments(part)), None)
+    if deaf is not None:
+        raise TypeError(
+            f"`train(model)(x)` can't train {described(module)} of tf_keras: got a `call` without "
+            f"`training`, expected one that passes it on to {described(deaf)}, which would run in "
+            "inference, in silence. Write `def call(self, x, training=None): ...`."
+        )
 
 
 @contextlib.contextmanager

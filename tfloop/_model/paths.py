@@ -13,7 +13,7 @@ from typing import Any
 from tfloop._checks.messages import described, did_you_mean, listed
 from tfloop._model.containers import is_container, items_of
 from tfloop._model.graphs import Variable as Variable
-from tfloop._model.graphs import ids_below
+from tfloop._model.graphs import held_by
 from tfloop._model.graphs import is_floating as is_floating
 from tfloop._model.graphs import is_model as is_model
 from tfloop._model.graphs import is_variable as is_variable
@@ -113,6 +113,7 @@ class AddressBook:
     Attributes:
       variables: Canonical path -> variable.
       layers: Path -> Keras layer, each once; the root's own path is empty.
+      of_keras_2: Path -> layer of `tf_keras`, each once.
       key: Identity of the root: the same for a model and for its views.
       description: The root in words.
     """
@@ -126,8 +127,13 @@ class AddressBook:
         self._path_of = {variable_id(v): path for path, v in walk.variables.items()}
         self._gates = {path: [*map(weakref.ref, gate)] for path, gate in walk.gates.items()}
         self.layers: Mapping[str, Any] = weakref.WeakValueDictionary(walk.layers)
+        self.of_keras_2: Mapping[str, Any] = weakref.WeakValueDictionary(walk.of_keras_2)
         # Read before each compiled step, for which a weak dictionary is slow.
-        flagged = (*walk.layers.values(), *walk.variables.values())
+        flagged = (
+            *walk.layers.values(),
+            *walk.of_keras_2.values(),
+            *walk.variables.values(),
+        )
         self._flagged = [*map(weakref.ref, flagged)]
         self._settings = Settings(walk.modules())
         self._outermost = [*map(weakref.ref, walk.outermost)]
@@ -322,5 +328,5 @@ def _signature(outermost: list[Any], layers: Iterable[Any], holders: list[Any]) 
     """What changes whenever a root gets other variables; cheaper than a walk."""
     tracked = [id(variable) for layer in outermost for variable in layer.variables]
     attributes = [len(vars(layer)) for layer in layers]  # a new one may be what Keras ignores
-    held = [frozenset(ids_below([*vars(holder).values()])) for holder in holders]
+    held = [frozenset(held_by(holder)) for holder in holders]
     return (*tracked, *attributes, *held)

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfloop._backend import tf_keras
 from tfloop._checks.messages import described
 from tfloop._model.containers import parts_of
 from tfloop._model.graphs import (
@@ -32,6 +33,7 @@ class Walk:
       aliases: Any other path to a variable, layer or container -> where it was met first.
       layers: Path -> Keras layer, each once.
       outermost: Those of them that no other Keras layer tracks.
+      of_keras_2: Path -> layer of `tf_keras`, each once.
       holders: Modules and layers that hold what Keras doesn't track.
     """
 
@@ -41,6 +43,7 @@ class Walk:
         self.aliases: dict[str, str] = {}
         self.layers: dict[str, Any] = {}
         self.outermost: list[Any] = []
+        self.of_keras_2: dict[str, Any] = {}
         self.holders: list[Any] = []
         self._root = root
         self._met: dict[int, str] = {}
@@ -105,6 +108,10 @@ class Walk:
             tracker = thing
         elif isinstance(thing, tf.Module):
             self.holders.append(thing)
+            if tf_keras.is_layer(thing):
+                # Its flag isn't that of its variables.
+                self.of_keras_2[path] = thing
+                gates = (*gates, thing)
         self._open.add(id(thing))
         for segment, child in children(thing):
             self._descend(unwrap(child), f"{path}.{segment}" if path else segment, gates, tracker)

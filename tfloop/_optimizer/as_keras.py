@@ -77,7 +77,7 @@ class _Notes:
 class GroupedOptimizer(keras.optimizers.Optimizer):
     """A `ModuleOptimizer` as `model.compile` wants it; made by `ModuleOptimizer.as_keras`.
 
-    An update is `optim.step(None, model, grads)`: each group has the rate of the optimizer that it
+    An update is `optim.step(model, grads)`: each group has the rate of the optimizer that it
     was given. A variable without a gradient is untouched, with Keras' warning.
 
     `learning_rate` is the fallback's rate. Setting it, as `LearningRateScheduler` and
@@ -337,7 +337,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
 def _options(optim: ModuleOptimizer) -> dict[str, Any]:
     """What an optimizer was given besides its groups."""
     scaler = optim.scaler and [float(optim.scaler.scale.numpy()), optim.scaler._growth_interval]
-    return {"reduction": optim.reduction, "skip_nonfinite": optim._assembly.skips, "scaler": scaler}
+    return {"reduction": optim.reduction, "on_nonfinite": optim.on_nonfinite, "scaler": scaler}
 
 
 def _optimizer_of(rows: list[_Row], options: dict[str, Any]) -> ModuleOptimizer:
@@ -346,7 +346,8 @@ def _optimizer_of(rows: list[_Row], options: dict[str, Any]) -> ModuleOptimizer:
         fallback.optimizer,
         clipping=fallback.clipping,
         reduction=options["reduction"],
-        skip_nonfinite=options["skip_nonfinite"],
+        skip_nonfinite=options.get("skip_nonfinite", False),  # as older files have it
+        on_nonfinite=options.get("on_nonfinite"),
         scaler=options["scaler"] and _scaler_of(*options["scaler"]),
     )
     for row in groups:

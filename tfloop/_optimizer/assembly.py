@@ -17,6 +17,7 @@ from tfloop._groups.group import ParamGroup
 from tfloop._model.paths import AddressBook, address_book, root_key
 from tfloop._optimizer import record
 from tfloop._optimizer.checks import STEP, check_born_on_replicas
+from tfloop._optimizer.nonfinite import Alarm
 from tfloop._optimizer.routing import Group, check_groups_of_rates, check_no_complex, owners
 from tfloop._replicas import placement, seeds
 from tfloop._replicas.reduction import Reduction
@@ -32,10 +33,11 @@ class Assembly:
       fallback: The group of all parameters that no other takes.
       reduction: How the gradients of replicas become one.
       scaler: The optimizer's, or `None`.
-      skips: Is an update left out where a gradient isn't finite?
+      on_nonfinite: What becomes of an update with a gradient that isn't finite.
       strict: Is a group refused that serves nothing?
 
     Attributes:
+      alarm: Says where gradients weren't finite, where that is to raise.
       groups: The fallback, then the others in the order of their declaration.
       owner: Canonical path -> index of the group that serves it.
       model: The root, or `None` before `prepare`.
@@ -45,6 +47,7 @@ class Assembly:
       skipped: The steps that were left out.
       version: Grows with each change of the routing; `routing` is the same as a variable.
       lock: Held while the routing changes and while a step runs.
+      stepped_in: The thread of the last step outside of a trace, which nothing else can see.
       is_new_copy: May it still go on with a copy of the model?
     """
 
@@ -54,12 +57,13 @@ class Assembly:
         reduction: Reduction,
         *,
         scaler: LossScaler | None,
-        skips: bool,
+        on_nonfinite: str | None,
         strict: bool,
     ) -> None:
         self.reduction = reduction
         self.scaler = scaler
-        self.skips = skips
+        self.on_nonfinite = on_nonfinite
+        self.alarm = Alarm() if on_nonfinite == "raise" else None
         self.strict = strict
         self.groups = [fallback]
         self.owner: dict[str, int] = {}
@@ -68,6 +72,7 @@ class Assembly:
         self.pending: bytes | None = None
         self.version = 0
         self.lock = threading.RLock()
+        self.stepped_in: threading.Thread | None = None
         self.is_new_copy = False
         self._checked_rates: Any = None
         counter = {"dtype": tf.int64, "trainable": False}
@@ -81,8 +86,19 @@ class Assembly:
         """What a trace bakes in; see `traces`."""
         return [self.version, *[g.update.rate.changes for g in self.groups if g.update]]
 
+    @property
+    def skips(self) -> bool:
+        """Is an update left out where a gradient isn't finite? XLA drops what raises."""
+        return self.on_nonfinite is not None
+
     def refresh(self) -> None:
-        """Asks the functions given as rates, for the compiled step that comes next."""
+        """Asks the functions given as rates, for the compiled step that comes next.
+
+        Raises:
+          tf.errors.InvalidArgumentError: What the step before has met, if that couldn't.
+        """
+        if self.alarm is not None:
+            self.alarm.ring()
         for group in self.groups:
             if group.update is not None:
                 group.update.rate.refresh()
@@ -254,6 +270,8 @@ class Assembly:
             group.place_with(variables)
         if self.scaler is not None:
             self.scaler.place_with(variables)
+        if self.alarm is not None:
+            self.alarm.place_with(variables)
         seeds.make_distinct(variables)
 
     def _mark_changed(self) -> None:

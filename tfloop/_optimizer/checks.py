@@ -5,16 +5,48 @@ in the graph, which every change waits for. (XLA drops assertions.)
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tfloop._checks.messages import listed
+from tfloop._checks.messages import described, listed
 from tfloop._model.paths import Variable
 from tfloop._replicas import contexts
 from tfloop._tracing import traces
 from tfloop._update.fused import has_value
 
 STEP = "ModuleOptimizer.step(lr, model, grads)"
+
+
+LEFT_OUT: Any = object()
+"""The default of an argument whose place the others may take."""
+
+
+def step_arguments(lr: Any, model: Any, grads: Any) -> tuple[Any, Any, Any]:
+    """The rate, model and gradients of `step`, whose first argument may be left out.
+
+    Args:
+      lr: The first argument by position, or the rate by name; as the others, maybe `LEFT_OUT`.
+      model: Likewise.
+      grads: Likewise.
+
+    Returns:
+      The three, the rate `None` where none was given.
+
+    Raises:
+      TypeError: One of the other two is missing, or they stand in another order.
+    """
+    given = [argument for argument in (lr, model, grads) if argument is not LEFT_OUT]
+    if len(given) == 2:
+        given.insert(0, None)
+    if len(given) != 3:
+        got = ", ".join(map(described, given)) or "nothing"
+        raise TypeError(
+            f"`{STEP}` needs a model and its gradients: got {got}, expected both, after a rate or "
+            "without one. Write `optim.step(lr, model, grads)`, or `optim.step(model, grads)` "
+            "where the optimizer holds the rate."
+        )
+    return given[0], given[1], given[2]
 
 
 def assert_current(version: int, routing: tf.Variable) -> list[tf.Operation]:

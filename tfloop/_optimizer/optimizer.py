@@ -4,7 +4,8 @@ The groups and their state are the `assembly`'s, the order of an update is in `s
 """
 
 import copy
-from typing import Any, Self
+import threading
+from typing import Any, Self, TypeVar, overload
 
 import tensorflow as tf
 
@@ -15,17 +16,20 @@ from tfloop._clipping.clipping import GradientClipping
 from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.scaling import LossScaler
 from tfloop._groups.group import ParamGroup, as_group
-from tfloop._optimizer import record, summary
+from tfloop._optimizer import nonfinite, record, summary
 from tfloop._optimizer.assembly import Assembly
-from tfloop._optimizer.checks import STEP
+from tfloop._optimizer.checks import LEFT_OUT, STEP, step_arguments
 from tfloop._optimizer.contribution import turn_at
 from tfloop._optimizer.rates import rates_of
 from tfloop._optimizer.routing import Group, check_clipping
 from tfloop._optimizer.step import take_step
+from tfloop._optimizer.summary import RoutingTable
 from tfloop._replicas import contexts
 from tfloop._replicas.reduction import KINDS, reduction_of
 from tfloop._tracing import traces
 from tfloop._update.keras_optimizer import as_keras_optimizer
+
+Model = TypeVar("Model")
 
 
 class ModuleOptimizer(tf.train.experimental.PythonState):
@@ -54,8 +58,13 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         `"sum"`; or `None` for gradients that are reduced already, by `grads.reduce()`.
       scaler: A `LossScaler`, for float16; it is this optimizer's from now on. Hand it to each
         `Tape(scaler=optim.scaler)`.
-      skip_nonfinite: Skip updates with a gradient that isn't finite, as a scaler does. The update
-        of all groups on all replicas is skipped, and `skipped` counts it.
+      on_nonfinite: What becomes of an update with a gradient that isn't finite. By default it is
+        made. `"skip"`, as a scaler does: the update of all groups on all replicas is left out, and
+        `skipped` counts it. `"raise"`: it is left out, and the step raises a
+        `tf.errors.InvalidArgumentError` that names the first parameter of the backward pass whose
+        gradient isn't finite, how many are, the updates made before and the replica; a step under
+        XLA can't raise, so the next call of a `tfloop.compile` step does.
+      skip_nonfinite: `True` is `on_nonfinite="skip"`.
       strict: Raise for a group that serves no parameter; `False` only warns.
       fused: Where Keras' rule treats each element alone, run it once over all small parameters of
         a group as one vector; and in a graph on a CPU, let XLA make one pass of it for those of
@@ -86,6 +95,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         reduction: str | None = "mean",
         scaler: LossScaler | None = None,
         skip_nonfinite: bool = False,
+        on_nonfinite: str | None = None,
         strict: bool = True,
         fused: bool = True,
     ) -> None:
@@ -101,12 +111,13 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
                 f"`{call}` got {described(scaler)} as scaler, expected a LossScaler or None. "
                 "Write `tfloop.ModuleOptimizer(optimizer, scaler=tfloop.LossScaler())`."
             )
+        on_nonfinite = nonfinite.checked(call, on_nonfinite, skip_nonfinite, scaler)
         self._fused = bool(fused)
         self._assembly = Assembly(
             Group(ParamGroup.all(), optimizer, clipping, call, fused=self._fused),
             reduced,
             scaler=scaler,
-            skips=bool(skip_nonfinite) or scaler is not None,
+            on_nonfinite=on_nonfinite,
             strict=strict,
         )
         if scaler is not None:
@@ -181,20 +192,39 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         self._assembly.prepare(model, "ModuleOptimizer.build(model)")
         return self
 
-    @traces.not_converted
+    @overload
     def step(
         self,
         lr: Any,
-        model: Any,
+        model: Model,
         grads: GradientsParams | GradientsAccumulator,
+        *,
+        weight: Any = None,
+    ) -> Model: ...
+
+    @overload
+    def step(
+        self, model: Model, grads: GradientsParams | GradientsAccumulator, *, weight: Any = None
+    ) -> Model: ...
+
+    # The first argument may be what the second is named after, and mypy asks for one name.
+    @traces.not_converted  # type: ignore[misc]
+    def step(
+        self,
+        lr: Any = LEFT_OUT,
+        model: Any = LEFT_OUT,
+        grads: Any = LEFT_OUT,
         *,
         weight: Any = None,
     ) -> Any:
         """Updates the parameters that have a gradient.
 
+        `step(lr, model, grads)`, or `step(model, grads)` where the optimizers hold their rates.
+
         Args:
-          lr: The rate: a float, a scalar tensor or variable, a `ModuleLearningRate`, or `None` for
-            the `learning_rate` of the optimizers that were given, schedules included.
+          lr: The rate: a float, a scalar tensor or variable, or a `ModuleLearningRate`. Left out,
+            or `None`, it is the `learning_rate` of the optimizers that were given, schedules
+            included.
           model: The root, or a view of it.
           grads: Gradients by path, consumed; or a `GradientsAccumulator`, whose window is used with
             its weights and emptied. Those of frozen parameters are dropped.
@@ -220,38 +250,44 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         Raises:
           ValueError: `grads` is empty, has an unknown path or another shape; the rate is negative
             or not finite; the weights sum to 0; the optimizer belongs to another root.
-          TypeError: A wrong kind of argument.
+          TypeError: A wrong kind of argument, or an argument missing.
           RuntimeError: `grads` was consumed before, the window is empty, or it is called outside
             of the replicas.
         """
+        lr, model, grads = step_arguments(lr, model, grads)
         if not isinstance(grads, (GradientsParams, GradientsAccumulator)):
             raise TypeError(
                 f"`{STEP}` needs a GradientsParams: got {described(grads)}. Gradients are applied "
-                "by path. Key them: "
-                "`tfloop.GradientsParams.from_grads(tape.backward(loss), model)`."
+                "by path, and come last. Key them: `grads = tape.backward(loss, model)`, or those "
+                "made elsewhere: `tfloop.GradientsParams.from_grads(grads, model)`."
             )
         rates = rates_of(lr)
         optim = self._assembly
+        if not (traces.is_recorded() or contexts.is_replica()):
+            optim.stepped_in = threading.current_thread()
         with contexts.one_at_a_time(optim.lock), contexts.one_at_a_time(turn_at(grads)):
             take_step(optim, rates, model, grads, weight)
         return model
 
     @traces.not_converted
-    def summary(self, model: Any) -> str:
-        """Prints who updates what, and gives the table back as text.
+    def summary(self, model: Any) -> RoutingTable:
+        """Shows who updates what, and gives the table back as text.
 
         A row for each floating-point variable that is a parameter or could be: path, shape, group,
         optimizer, clipping, rate (of its optimizer), weight decay, and whether it is frozen.
+
+        A script prints it here. A notebook, or another prompt, shows what a cell ends with by
+        itself, and so the table; in the middle of a cell, `print` it.
 
         Args:
           model: The root; built on it if that hasn't happened yet.
 
         Returns:
-          The table as plain text.
+          The table: a string, whose `repr` is the table, too.
         """
         optim = self._assembly
 
-        def shown() -> str:
+        def shown() -> RoutingTable:
             book = optim.prepare(model, "ModuleOptimizer.summary(model)")
             return summary.show(summary.rows(book, optim.owner, optim.groups))
 
@@ -292,7 +328,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
     def as_keras(self, model: Any) -> Any:
         """Gives a `keras.optimizers.Optimizer` with these groups, for `model.compile`.
 
-        `fit` then makes the updates that `step(None, model, grads)` makes, with the same state.
+        `fit` then makes the updates that `step(model, grads)` makes, with the same state.
         `learning_rate` is the rate of the fallback; a callback that sets it moves the rates of the
         groups in proportion. A `.keras` file holds the routing by path and the state; loading it
         needs `import tfloop`.
@@ -339,6 +375,11 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
         return self._assembly.reduction.name
 
     @property
+    def on_nonfinite(self) -> str | None:
+        """What happens to an update with a gradient that isn't finite."""
+        return self._assembly.on_nonfinite
+
+    @property
     def root(self) -> Any:
         """The model that the optimizer was built with, or `None`."""
         return self._assembly.model
@@ -379,7 +420,7 @@ class ModuleOptimizer(tf.train.experimental.PythonState):
             "sgd",
             reduction=optim.reduction.name,
             scaler=copy.deepcopy(optim.scaler, memo),
-            skip_nonfinite=optim.skips,
+            on_nonfinite=optim.on_nonfinite,
             strict=optim.strict,
             fused=self._fused,
         )

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfloop._checks.arguments import is_number, wrong_scalar
 from tfloop._checks.messages import described
 from tfloop._groups.group import ParamGroup
-from tfloop._model.paths import AddressBook
+from tfloop._model.paths import AddressBook, is_model
 from tfloop._optimizer.checks import STEP
 from tfloop._optimizer.routing import Group
 from tfloop._tensors.sparse import Gradient
@@ -122,7 +122,7 @@ def as_rate(rate: Any, what: str = "the rate") -> tf.Tensor:
         raise TypeError(
             f"`{STEP}` got the schedule {described(rate)} as rate, expected a number. A schedule "
             "needs a count of steps. Give it to the optimizer (`keras.optimizers.Adam(schedule)` "
-            "and `step(None, ...)`) or step it: `tfloop.ModuleLrScheduler(schedule).step()`."
+            "and `step(model, grads)`) or step it: `tfloop.ModuleLrScheduler(schedule).step()`."
         )
     _check_kind(rate, what)
     if is_number(rate):
@@ -145,6 +145,8 @@ def _check_kind(rate: Any, what: str) -> None:
         return
     if hasattr(rate, "peek"):
         cause, fix = "A scheduler gives the rates of each step", "scheduler.step()"
+    elif is_model(rate):
+        cause, fix = "The rate comes first", "optim.step(lr, model, grads)"
     elif isinstance(rate, str):
         cause, fix = "A text is no number", "float(lr)"
     else:

@@ -172,7 +172,7 @@ def _matched(
             f"`keras.optimizers.{group.optimizer}(...)`."
         )
     for key, variable in live.items():
-        found = values[key].shape, tf.as_dtype(values[key].dtype)
+        found = tuple(values[key].shape), tf.as_dtype(values[key].dtype)
         expected = tuple(variable.shape), variable.dtype
         if found != expected:
             raise ValueError(

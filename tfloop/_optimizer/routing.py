@@ -216,7 +216,8 @@ def _likely_cause(group: ParamGroup, book: AddressBook) -> str:
         return f"Did you mean {listed(close)}? Correct it,"
     if group.needs_variables:
         return (
-            "Its variables or layers belong to another model, or its function says no to all. "
+            "Its variables or layers belong to another model, its function says no to all, or no "
+            "parameter has such a rank. "
             "Look at the paths: `tfloop.named_parameters(model)`,"
         )
     return "Look at the paths: `tfloop.named_parameters(model)`,"

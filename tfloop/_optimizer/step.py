@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfloop._optimizer import nonfinite
 from tfloop._optimizer.assembly import Assembly
 from tfloop._optimizer.checks import STEP, assert_born, assert_current
 from tfloop._optimizer.contribution import Source, checks_of, contribution_of, use_up
 from tfloop._optimizer.rates import Rated, Rates, assert_sound
 from tfloop._optimizer.routing import Group
 from tfloop._replicas import contexts, synchronized
-from tfloop._replicas.reduction import Total, total
+from tfloop._replicas.reduction import Contribution, Total, total
 from tfloop._tensors import sparse
 from tfloop._tensors.sparse import Gradient
 from tfloop._update.update import Work
@@ -56,12 +57,15 @@ def take_step(optim: Assembly, rates: Rates, model: Any, source: Source, weight:
 
     contribution = contribution_of(source, model, book, weight, optim.reduction, optim.served)
     reduced = total(contribution, optim.reduction)
-    finite = [sparse.all_finite(grad) for grad in reduced.grads.values()] if optim.skips else []
+    finite = nonfinite.flags_of(reduced.grads) if optim.skips else {}
     bounded = [_bounded(optim, *share) for share in optim.shares(reduced.grads)]
     rated = [rates.split(share.grads, share.group, book) for share in bounded]
 
     sound = [_all(finite, bounded)] if optim.skips else []
+    met = _met(optim, contribution, finite)
     checks = _checks(optim, bounded, rated) + checks_of(source, contribution, reduced)
+    if optim.alarm is not None and met:
+        checks += optim.alarm.asserted(*sound, *met)
     # Nothing raises from here on, but what is asserted in the graph; all changes wait for that.
     with tf.control_dependencies(checks):
         works = _works(bounded, rated, reduced.present)
@@ -71,6 +75,7 @@ def take_step(optim: Assembly, rates: Rates, model: Any, source: Source, weight:
             [(work.inputs, work.some) for work in works],
             _takes_part(bounded, reduced),
             sound,
+            met,
             reduced.statistics,
         )
 
@@ -84,9 +89,21 @@ def _bounded(optim: Assembly, group: Group, grads: dict[str, Gradient]) -> _Boun
     return _Bounded(group, clipped, remembered, [sparse.all_finite(grad) for grad in made])
 
 
-def _all(finite: list[tf.Tensor], bounded: list[_Bounded]) -> tf.Tensor:
+def _met(
+    optim: Assembly, contribution: Contribution, finite: dict[str, tf.Tensor]
+) -> list[tf.Tensor]:
+    """What this replica can say of its own gradients, where it is to."""
+    if optim.alarm is None or not finite:
+        return []
+    if contexts.is_replica():
+        finite = nonfinite.flags_of({path: contribution.grads[path] for path in finite})
+    assert optim.book is not None  # `prepare` has found it
+    return [optim.alarm.findings(finite, optim.book.parameters(), optim.iterations)]
+
+
+def _all(finite: dict[str, tf.Tensor], bounded: list[_Bounded]) -> tf.Tensor:
     """Was everything finite, and is it still? A scalar bool."""
-    flags = finite + [flag for share in bounded for flag in share.finite]
+    flags = [*finite.values()] + [flag for share in bounded for flag in share.finite]
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 
 
@@ -130,6 +147,7 @@ def _apply(
     inputs: list[Any],
     updated: tf.Tensor,
     sound: list[tf.Tensor],
+    met: list[tf.Tensor],
     statistics: dict[str, tf.Tensor],
 ) -> None:
     """All changes of one step, once for all replicas; `sound` alone where it may be skipped."""
@@ -148,6 +166,9 @@ def _apply(
             synchronized.update(strategy, optim.skipped, _add, tf.logical_not(runs_now))
             if optim.scaler is not None:
                 optim.scaler.adapt(strategy, runs_now)
+            if optim.alarm is not None:
+                for found in met:
+                    optim.alarm.note(strategy, runs_now, synchronized.agreed(strategy, found))
         else:
             change()
         for path, mean in statistics.items():

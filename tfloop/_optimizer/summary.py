@@ -18,6 +18,13 @@ from tfloop._optimizer.routing import Group, was_parameter
 _COLUMNS = ("path", "shape", "group", "optimizer", "clipping", "rate", "decay", "frozen")
 
 
+class RoutingTable(str):
+    """The table as text, which a prompt shows as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def rows(book: AddressBook, owner: dict[str, int], groups: Sequence[Group]) -> list[list[str]]:
     """A row for each variable that is a parameter or could be."""
     trainable = book.parameters()
@@ -50,9 +57,14 @@ def _row(path: str, book: AddressBook, group: Group, trainable: bool) -> list[st
     ]
 
 
-def show(table: list[list[str]]) -> str:
-    """Prints the table, with colours and rules on a terminal, and gives it back as plain text."""
-    text = table_text(_COLUMNS, table)
+def show(table: list[list[str]]) -> RoutingTable:
+    """Prints the table, with colours and rules on a terminal, and gives it back as plain text.
+
+    At a prompt, as in a notebook, it is left to the prompt to show: twice is once too often.
+    """
+    text = RoutingTable(table_text(_COLUMNS, table))
+    if hasattr(sys, "ps1"):  # set by whatever shows the value of what was typed
+        return text
     if sys.stdout.isatty():
         rich = Table(*_COLUMNS)
         for row in table:

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfloop._backend.keras_layers import bookkeeping
+from tfloop._backend import keras_layers, tf_keras
 from tfloop._backend.tensorflow import is_tracking
 from tfloop._tracing import code
 
@@ -122,7 +122,11 @@ def _contents(container: Any) -> list[Any]:
 
 def _names(thing: Any) -> list[str]:
     """The attributes that tell how a layer or module computes."""
-    kept = bookkeeping() if isinstance(thing, keras.layers.Layer) else frozenset[str]()
+    kept = frozenset[str]()
+    if isinstance(thing, keras.layers.Layer):
+        kept = keras_layers.bookkeeping()
+    elif tf_keras.is_layer(thing):
+        kept = tf_keras.bookkeeping()
     kind: Any = type(thing)
     ours = _is_of_user(kind)
     written = _written(kind) if ours else frozenset[str]()
@@ -154,4 +158,4 @@ def _written(kind: type) -> frozenset[str]:
 
 def _is_of_user(thing: Any) -> bool:
     name = str(thing.__module__).partition(".")[0]
-    return name not in ("keras", "tensorflow", "sonnet")
+    return name not in ("keras", "tensorflow", "tf_keras", "sonnet")

@@ -133,7 +133,7 @@ class OptimizerConfig(Config, extra="allow"):
     """Any Keras optimizer by name, with its arguments: `OptimizerConfig("adamw", beta_1=0.8)`.
 
     Only what is given is stored, the rest stays Keras' default. The learning rate is for
-    `step(None, ...)`; a schedule is given as `keras.optimizers.schedules.serialize` writes it.
+    `step(model, grads)`; a schedule is given as `keras.optimizers.schedules.serialize` writes it.
 
     Args:
       name: The class in `keras.optimizers`, in any case.
@@ -199,7 +199,7 @@ class AdamConfig(Config):
     """
 
     learning_rate: float | None = Field(
-        None, ge=0, description="For `step(None, ...)` alone: a rate given to `step` goes first."
+        None, ge=0, description="For `step(model, grads)` alone: a rate given to `step` goes first."
     )
     beta_1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
     beta_2: float = Field(0.999, ge=0, lt=1, description="Decay of the mean of their squares.")

@@ -13,6 +13,8 @@ import absl.logging
 
 import tfloop
 
+absl.flags.DEFINE_boolean("tf_log", False, "Show TensorFlow's own log lines.")
+
 
 class UnusableInput(Exception):
     """Something the user named can't be used; the text is for the terminal."""
@@ -32,7 +34,8 @@ def run(main: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
             _fail(error)
 
     def with_config(argv: Sequence[str]) -> None:
-        absl.logging.set_verbosity(absl.logging.ERROR)  # TFDS tells much.
+        if not absl.flags.FLAGS.tf_log:
+            absl.logging.set_verbosity(absl.logging.ERROR)  # TFDS tells much.
         if len(argv) > 1:
             _fail(f"Unexpected argument {argv[1]!r}: settings are flags, as in --lr 1e-3.")
         try:
@@ -46,7 +49,14 @@ def run(main: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:
             sys.exit(130)
 
+    flags = absl.flags.FLAGS
+    flags.register_key_flag_for_module(sys.argv[0], flags["tf_log"])  # so that --help shows it
     absl.app.run(with_config, argv=argv, flags_parser=parse)
+
+
+def warn(problem: str) -> None:
+    """One line on stderr about something that the user may not have meant."""
+    print("warning:", problem, file=sys.stderr, flush=True)
 
 
 def need(*modules: str) -> None:

@@ -238,10 +238,22 @@ class Report(tf.train.experimental.PythonState):
         if kind is KeyboardInterrupt or not self._has_news:
             how = "Interrupted" if kind is KeyboardInterrupt else "Ended"
             print(f"{how} after {len(self.history['Train'])} iterations.", flush=True)
+        elif kind is None:
+            self._print_result()
         if self._workdir is not None:
             for writer in self._writers.values():
                 writer.close()
             print(f"Wrote {self._plot(self._workdir)} to {self._workdir}.", flush=True)
+
+    def _print_result(self) -> None:
+        """The end of the run in a line, and what it could have left."""
+        split = "Valid" if self.averages["Valid"] else "Train"
+        epochs = self.averages[split]
+        hint = "" if self._workdir else " Nothing was kept; --workdir=FOLDER keeps all of a run."
+        print(
+            f"{split} accuracy {epochs[-1].accuracy:.2f} % after {len(epochs)} epochs.{hint}",
+            flush=True,
+        )
 
     def _plot(self, folder: pathlib.Path) -> str:
         """Draws what there is, and says which files the folder holds now."""

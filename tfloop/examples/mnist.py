@@ -147,8 +147,7 @@ def train(
         with tfloop.Tape(scaler=optim.scaler) as tape:
             logits = model(batch.images)
             loss = cross_entropy(logits, batch.targets)
-        # One gradient for every variable on the tape, then this model's by their paths.
-        grads = tfloop.GradientsParams.from_grads(tape.backward(loss), model)
+        grads = tape.backward(loss, model)  # By path, for the parameters of this model.
         mean = grads.reduce()  # Over the replicas, as `step` does; on one device a copy.
         scalars = {curve: mean.global_norm(group, model) for curve, group in groups.items()}
         samples = tf.shape(batch.targets)[0]
@@ -214,6 +213,9 @@ def main(config: TrainingConfig) -> None:
         raise _command.UnusableInput("--resume needs the folder of the run: --workdir=FOLDER.")
     with _command.blaming("--strategy"):
         strategy = tfloop.strategy(config.strategy)  # Before TensorFlow is used.
+    devices = {device.device_type for device in tf.config.list_logical_devices()}
+    if config.jit_compile and devices == {"CPU"}:
+        _command.warn("--jit_compile makes convolutions on a CPU many times slower.")
     train(config, *_images.load(config.dataset, config.data_dir), strategy)
 
 

@@ -175,8 +175,14 @@ def as_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
     return found
 
 
-def check_data(name: str, data: Any, epochs: int) -> None:
+def check_data(name: str, data: Any, epochs: int, *, in_portions: bool = False) -> None:
     """Refuses what can't give batches, or not in every epoch.
+
+    Args:
+      name: The argument.
+      data: What it got.
+      epochs: How often it is iterated, unless it is drawn on `in_portions`.
+      in_portions: Is it?
 
     Raises:
       TypeError: It isn't iterable, or holds no batches.
@@ -189,10 +195,13 @@ def check_data(name: str, data: Any, epochs: int) -> None:
             f"`{FIT}` got {described(data)} as {name}, expected batches. Arrays aren't cut into "
             "batches here. Write `tfloop.DataLoader((x, y), batch_size=64)`."
         )
+    if in_portions:
+        return
     if isinstance(data, tf.data.Dataset) and data.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             f"`{FIT}` got a data set without end as {name}, expected the batches of one epoch. It "
-            "is repeated already. Leave `.repeat()` out, or cut it: `data.take(100)`."
+            "is repeated already. Leave `.repeat()` out, or cut it: `data.take(100)`, or for "
+            "training `fit(..., steps_per_epoch=100)`."
         )
     if isinstance(data, Iterator) and epochs > 1:
         raise ValueError(

@@ -11,7 +11,7 @@ import itertools
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -24,7 +24,6 @@ from tfloop._checks.arguments import whole_number
 from tfloop._checks.copying import with_attributes_of
 from tfloop._checks.messages import not_pickled
 from tfloop._compile.step import compile  # noqa: A004
-from tfloop._gradients.params import GradientsParams
 from tfloop._gradients.tape import Tape, total_loss
 from tfloop._model.modes import train, valid
 from tfloop._model.paths import unwrap
@@ -46,6 +45,7 @@ from tfloop.learner._checks import (
     divides_by_weights,
     parts,
 )
+from tfloop.learner._epochs import Portions, as_frequency, as_verbose, is_validated
 from tfloop.learner._progress import Progress
 from tfloop.schedulers._module import ModuleLrScheduler
 
@@ -147,19 +147,26 @@ class Learner:
         *,
         epochs: int,
         callbacks: Iterable[keras.callbacks.Callback] = (),
+        verbose: Any = "auto",
+        steps_per_epoch: int | None = None,
+        validation_freq: int | Collection[int] = 1,
         steps_per_execution: int = 1,
         checkpoint: str | os.PathLike | Checkpoint | None = None,
         resume: bool = True,
     ) -> keras.callbacks.History:
         """Runs the loop: epochs of training, each followed by validation.
 
-        Shows Keras' progress bar on a terminal, and a line an epoch elsewhere.
-
         Args:
           train: Batches, iterated once an epoch: a `DataLoader`, a `tf.data.Dataset`, a list.
           valid: Likewise, for validation.
           epochs: The epochs of the whole run, those before a resume included.
           callbacks: Keras callbacks, as they are. Their own state isn't in a checkpoint.
+          verbose: As in Keras: 0 shows nothing, 1 a bar, 2 a line an epoch; `"auto"` is a bar on a
+            terminal and lines elsewhere.
+          steps_per_epoch: Batches of an epoch, for data without end or a long epoch. `train` is
+            drawn on from one epoch to the next, and begun again at its end. A run that goes on
+            from a checkpoint finds its place in a `DataLoader`, and begins other data anew.
+          validation_freq: Validate after every so many epochs, or after these (from 1).
           steps_per_execution: Batches in one call of a graph, with the same result; callbacks run
             between the calls, and count batches as in Keras. A window of `accumulate` batches ends
             a call.
@@ -183,24 +190,31 @@ class Learner:
             doesn't fit.
         """
         epochs = whole_number(FIT, "epochs", epochs, least=0, fix="epochs=10")
-        check_data("train", train, epochs)
+        if steps_per_epoch is not None:
+            steps_per_epoch = whole_number(
+                FIT, "steps_per_epoch", steps_per_epoch, least=1, fix="steps_per_epoch=100"
+            )
+        check_data("train", train, epochs, in_portions=steps_per_epoch is not None)
+        validation_freq = as_frequency(validation_freq)
+        verbose = as_verbose(verbose, sys.stdout.isatty())
         if valid is not None:
             check_data("valid", valid, epochs)
         at_once = whole_number(
             FIT, "steps_per_execution", steps_per_execution, least=1, fix="steps_per_execution=50"
         )
         saver = self._saver(checkpoint, train=train, valid=valid)
+        keeps_place = saver is not checkpoint and isinstance(train, DataLoader)
+        batches = train if steps_per_epoch is None else Portions(train, steps_per_epoch)
         model = ForCallbacks(self.model, self._rate)
         events = keras.callbacks.CallbackList(
             as_callbacks(callbacks),
             add_history=True,
-            add_progbar=True,
+            add_progbar=verbose != 0,
             model=model,
-            verbose=1 if sys.stdout.isatty() else 2,
+            verbose=verbose,
             epochs=epochs,
-            steps=_length(train),
+            steps=_length(batches),
         )
-        keeps_place = saver is not checkpoint and isinstance(train, DataLoader)
         self._progress.batches = 0
         done = saver.restore() if saver is not None and resume else None
         if saver is not None and done is None and epochs > 0:
@@ -211,13 +225,13 @@ class Learner:
             events.on_epoch_begin(epoch)
             self._reset()
             if self._progress.batches:
-                self._go_on(saver, train)
-            logs = self._train_epoch(train, events, model, at_once)
+                self._go_on(saver, batches)
+            logs = self._train_epoch(batches, events, model, at_once)
             is_whole = self._progress.batches == 0
             if saver is not None and keeps_place and not is_whole:
                 # Before validation and the callbacks: the whole epoch will have its own.
                 saver.save(epoch)
-            if valid is not None:
+            if valid is not None and is_validated(epoch + 1, validation_freq):
                 found = self._valid_epoch(valid, events, model, at_once)
                 logs |= {f"val_{name}": value for name, value in found.items()}
             events.on_epoch_end(epoch, logs)
@@ -261,26 +275,31 @@ class Learner:
         """Refuses to be pickled."""
         raise not_pickled(self)
 
-    def _go_on(self, saver: Any, data: Iterable[Any]) -> None:
+    def _go_on(self, saver: Any, data: Any) -> None:
         """Takes up an epoch where it was left, whatever callbacks did as it began once more."""
         if not all(metric.variables for metric in self.metrics):
-            self.valid_step(next(iter(data)))  # some metrics make theirs with the first batch
+            batches = data.after(0) if isinstance(data, Portions) else iter(data)
+            self.valid_step(next(batches))  # some metrics make theirs with the first batch
         saver.restore()  # the place in the data, too
         self._waiting = int(self._window.count.numpy())
 
     def _train_epoch(
-        self, data: Iterable[Any], events: Any, model: Any, at_once: int
+        self, data: Iterable[Any] | Portions, events: Any, model: Any, at_once: int
     ) -> dict[str, float]:
-        batches, done = iter(data), self._progress.batches
+        done = self._progress.batches
+        batches = data.after(done) if isinstance(data, Portions) else iter(data)
         if self.accumulate > 1 and not done:  # an interrupted epoch may have left something
             self._window.reset()
             self._waiting = 0
         is_stopped = False
-        while not is_stopped and (drawn := _drawn(batches, at_once)) is not None:
-            events.on_train_batch_begin(done)
+        while not is_stopped:
             steps = at_once
             if self.accumulate > 1:  # a call ends with the window
                 steps = min(steps, self.accumulate - self._waiting)
+            drawn = _drawn(batches, steps)
+            if drawn is None:
+                break
+            events.on_train_batch_begin(done)
             ran, logs = self._run(self._train, drawn, steps, self._rate.numbers())
             self._trained(ran)
             events.on_train_batch_end(done + steps - 1, logs)
@@ -337,7 +356,7 @@ class Learner:
         with Tape(scaler=self.optim.scaler) as tape:
             outputs = train(self.model)(x)
             loss = self._loss(y, outputs, sample_weight)
-        grads = GradientsParams.from_grads(tape.backward(loss), self.model)
+        grads = tape.backward(loss, self.model)
         if self.accumulate == 1:
             shares = {} if self._strategy is None else {"weight": weight}
             self.optim.step(self._rate.rates(numbers), self.model, grads, **shares)
