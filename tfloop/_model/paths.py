@@ -159,7 +159,7 @@ class AddressBook:
         return {
             path: variable
             for path, variable in self.variables.items()
-            if variable.trainable and is_floating(variable) and self._is_thawed(path)
+            if variable.trainable and is_floating(variable) and self._is_unfrozen(path)
         }
 
     def floating(self) -> dict[str, Variable]:
@@ -221,7 +221,7 @@ class AddressBook:
         hint = did_you_mean(str(path), list(self.variables))
         return f"{path!r}, expected a path of {self.description}.{hint}"
 
-    def _is_thawed(self, path: str) -> bool:
+    def _is_unfrozen(self, path: str) -> bool:
         return all(layer.trainable for layer in _alive(self._gates[path]))
 
     def _is_current(self) -> bool:
