@@ -1,7 +1,7 @@
 """Settings of the whole suite, made before TensorFlow is imported.
 
-With TFLOOP_TEST_ALL=1, as `.ci/run` sets it, nothing is left out: all pairs of tests/conformance,
-and more random histories and killed runs. Else a part of them is run.
+With TFLOOP_TEST_ALL=1, as `.ci/run` sets it, no test is left out, and there are more random
+histories, killed runs and pairs of tests/conformance; TFLOOP_TEST_PAIRS=1 runs all pairs.
 """
 
 import os
@@ -29,13 +29,17 @@ LONG = ("replicas", "multi_worker", "examples", "mnist_example", "update", "lear
 
 
 def pytest_collection_modifyitems(items):
-    """The long files first, the others in their order."""
+    """The long files first, the others in their order; what is thorough where it is asked for."""
 
     def place(item):
         name = item.path.stem.removeprefix("test_")
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=place)
+    if not os.environ.get("TFLOOP_TEST_ALL"):
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(pytest.mark.skip(reason="it takes long: TFLOOP_TEST_ALL=1"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from processes import run
 
 from benchmarks import _loops, _measure, _tasks
@@ -16,6 +17,7 @@ def rows(printed: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in (line.split(" | ") for line in lines)}
 
 
+@pytest.mark.thorough
 def test_all_loops_of_a_table_do_the_same_work(tmp_path):
     report = tmp_path / "benchmarks.md"
     names = "--workloads=W2,Memory"

@@ -3,11 +3,13 @@
 import re
 
 import numpy as np
+import pytest
 from processes import run
 
 from benchmarks import device_check
 
 
+@pytest.mark.thorough
 def test_every_row_is_ok_and_no_accelerator_is_claimed():
     done = run("-W", "error", "-m", "benchmarks.device_check", "--quick", "--device=cpu")
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]

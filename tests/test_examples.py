@@ -21,6 +21,7 @@ def run():
         yield printed
 
 
+@pytest.mark.thorough
 def test_finetuning_learns_more_from_few_samples_than_training_from_scratch(run):
     printed = run("finetune.py", "--quick")
     tuned, scratch = map(float, re.findall(r"accuracy (\d+\.\d) %", printed))
@@ -47,6 +48,7 @@ def test_the_student_learns_more_from_the_teacher_than_from_its_labels(run):
     assert alone + 5.0 < taught < teacher + 2.0
 
 
+@pytest.mark.thorough
 def test_adversarial_training_withstands_attacks(run):
     printed = run("adversarial.py", "--quick")
     rows = re.findall(r"^  .*images +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.M)
@@ -63,6 +65,7 @@ def test_the_cheap_task_helps_the_one_with_few_labels(run):
     assert re.search(r"^number\.dense\.kernel .* from_name\('number'\) +AdamW ", printed, re.M)
 
 
+@pytest.mark.thorough
 def test_the_penalty_holds_the_slope_at_one_and_makes_scores_a_distance(run):
     printed = run("gradient_penalty.py", "--quick")
     exact = float(re.search(r"exact distance is ([\d.]+)", printed)[1])
@@ -86,6 +89,7 @@ def test_sam_finds_flat_places_that_fit_clean_digits(run):
     assert sam_sharpness < 0.5 * sgd_sharpness
 
 
+@pytest.mark.thorough
 def test_meta_trained_weights_fit_a_new_task_in_one_step(run):
     printed = run("maml.py", "--quick")
     rows = re.findall(r"^  \w.* +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.M)
@@ -94,11 +98,13 @@ def test_meta_trained_weights_fit_a_new_task_in_one_step(run):
     assert later < after
 
 
+@pytest.mark.thorough
 def test_features_learned_without_labels_beat_pixels(run):
     pixels, untrained, trained = numbers(run("contrastive.py", "--quick", "--strategy=cpu:2"))
     assert trained > max(pixels, untrained) + 4.0
 
 
+@pytest.mark.thorough
 def test_the_pole_stays_up_after_q_learning(run):
     before, *_, after = numbers(run("dqn.py", "--quick"))
     assert before < 50.0

@@ -210,6 +210,7 @@ class TestData:
             monkeypatch.setattr(_images, "_MNIST_FILE", address)
             assert not _images._host_answers()
 
+    @pytest.mark.thorough
     def test_auto_takes_mnist_where_it_is_prepared(self, mnist_run, capsys):
         (train, test), _, _ = mnist_run
         assert (train.images.shape, test.images.shape) == ((60000, 28, 28), (10000, 28, 28))
@@ -249,6 +250,7 @@ class TestNumbers:
         assert report.averages["Valid"][0].accuracy > 97
         assert report.averages["Valid"][0].samples == 10000
 
+    @pytest.mark.thorough
     def test_ten_epochs_of_digits_reach_96_percent_and_at_the_rate_of_burn_90(
         self, digits, digits_run
     ):
@@ -488,6 +490,7 @@ class TestFiles:
             line for line in out.splitlines() if "Iteration" in line
         ]
 
+    @pytest.mark.thorough
     def test_a_resumed_run_goes_on_with_its_curves(self, command, tmp_path):
         arguments = ["--batch_size=16", "--model.hidden_size=8", f"--workdir={tmp_path}"]
         assert command(*arguments, "--num_epochs=1")[0] == 0
@@ -511,6 +514,7 @@ class TestFiles:
         monkeypatch.setattr(_plots, "curves", noted)
         return found
 
+    @pytest.mark.thorough
     def test_a_resumed_run_has_the_curves_of_the_whole_one(self, command, tmp_path, drawn):
         arguments = ["--batch_size=16", "--model.hidden_size=8", "--lr=1e-3"]
         assert command(*arguments, "--num_epochs=3", f"--workdir={tmp_path / 'whole'}")[0] == 0
@@ -533,6 +537,7 @@ class TestFiles:
             found = scalars(tmp_path / "parts" / split)
             assert found == scalars(tmp_path / "whole" / split)
 
+    @pytest.mark.thorough
     def test_a_run_interrupted_in_an_epoch_writes_it_once(self, few, tmp_path, drawn, monkeypatch):
         def interrupted(report, split, epoch, iteration, *noted):
             step(report, split, epoch, iteration, *noted)

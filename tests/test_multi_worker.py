@@ -41,6 +41,7 @@ def final_state(folder):
     return {key: reader.get_tensor(key) for key in reader.get_variable_to_shape_map()}
 
 
+@pytest.mark.thorough
 @again_after_native_abort
 def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_and_nothing_else(tmp_path):
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")

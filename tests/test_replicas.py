@@ -44,6 +44,7 @@ def test_two_replicas(on_two, claim):
     assert f"ok {claim}\n" in on_two.stdout, on_two.stderr[-6000:]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("claim", ON_FOUR)
 def test_four_replicas(on_four, claim):
     assert f"ok {claim}\n" in on_four.stdout, on_four.stderr[-6000:]

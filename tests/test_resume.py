@@ -33,6 +33,7 @@ def the_error(done: subprocess.CompletedProcess) -> str:
     return line
 
 
+@pytest.mark.thorough
 @again_after_native_abort
 def test_a_killed_run_resumes_and_ends_with_the_same_lines(ended, tmp_path):
     whole = last_epoch(ended(*COMMAND, "--workdir", str(tmp_path / "whole")))

@@ -1,7 +1,7 @@
 """Programs times ways: what a step holds, and how it is run, never shows in a number.
 
-A part of the pairs is run, in which every program and every way occurs; all of them with
-TFLOOP_TEST_ALL=1. A pair that can't work is a row of one of the tables below; nothing is left out
+A part of the pairs is run, in which every program and every way occurs: a 14th, a third with
+TFLOOP_TEST_ALL=1, all of them with TFLOOP_TEST_PAIRS=1. A pair that can't work is a row of one of the tables below; nothing is left out
 in silence.
 """
 
@@ -105,7 +105,9 @@ BY_CHANCE = [
     ("dropout_of_tensorflow_with_a_seed", *XLA_DRAWS),
     ("dropout_of_tensorflow_in_a_loss", *XLA_DRAWS),
 ]
-NTH = 14  # Each program has more ways than that.
+# One of so many pairs is run; each program has more ways than that.
+PART, MORE = 14, 3
+NTH = int(os.environ.get("TFLOOP_TEST_PAIRS", MORE if os.environ.get("TFLOOP_TEST_ALL") else PART))
 
 
 def pairs():
@@ -121,8 +123,7 @@ def listed(table, program, way):
     return rows[0] if rows else None
 
 
-ALL = bool(os.environ.get("TFLOOP_TEST_ALL"))
-CHOSEN = [(p, w) for p, w, part in pairs() if (ALL or part) and not listed(DEADLY, p, w)]
+CHOSEN = [(p, w) for p, w, part in pairs() if part and not listed(DEADLY, p, w)]
 # The first name of an id is what its pairs share: the references of a program, or a process.
 IDS = [f"{w.name}-{p.name}" if w.process else f"{p.name}-{w.name}" for p, w in CHOSEN]
 
