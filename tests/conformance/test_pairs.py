@@ -1,8 +1,8 @@
 """Programs times ways: what a step holds, and how it is run, never shows in a number.
 
 A part of the pairs is run, in which every program and every way occurs: one of 14, or one of three
-with TFLOOP_TEST_ALL=1, or all with TFLOOP_TEST_PAIRS=1. A pair that can't work is a row of one of the
-tables below; nothing is left out in silence.
+with TFLOOP_TEST_ALL=1, or all with TFLOOP_TEST_PAIRS=1. A pair that can't work is a row of one of
+the tables below; nothing is left out in silence.
 """
 
 import json
