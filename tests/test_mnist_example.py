@@ -311,14 +311,13 @@ class TestReport:
         assert line.startswith(
             "[Epoch 1] Train loss 2.000, accuracy 62.50 % | Valid loss 2.000, accuracy 10.00 %"
         )
-        assert result.startswith("Valid accuracy 10.00 % after 1 epoch. ")
+        assert result.startswith("Valid accuracy 10.00 % after epoch 1. ")
 
     def test_the_first_and_every_nth_iteration_have_a_line(self, capsys):
         with self.report() as report:
             for iteration in range(5):
                 report.iteration("Train", 3, iteration, 0.5, 12.5, 1)
-        *lines, _ = capsys.readouterr().out.splitlines()
-        assert lines == [
+        assert capsys.readouterr().out.splitlines() == [
             f"[Train - Epoch 3 - Iteration {iteration}] Loss 0.500 | Accuracy 12.500 %"
             for iteration in (0, 2, 4)
         ]
@@ -627,7 +626,7 @@ class TestEdges:
         arguments = ["--dataset=digits", "--num_epochs=1", "--model.hidden_size=8"]
         out = command(*arguments)[1]
         accuracy = re.search(r"Valid loss .*, accuracy (.*) %", out).group(1)
-        end = f"Valid accuracy {accuracy} % after 1 epoch."
+        end = f"Valid accuracy {accuracy} % after epoch 1."
         hint = "Nothing was kept; --workdir=FOLDER keeps all of a run."
         assert out.splitlines()[-1] == f"{end} {hint}"
         assert end in command(*arguments, f"--workdir={tmp_path}")[1].splitlines()

@@ -233,25 +233,27 @@ class Report(tf.train.experimental.PythonState):
         self._bar.stop()
         if signal.getsignal(signal.SIGINT) == self._interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        result = self._result()
         for split in self._epoch:
             self._close(split)
         if kind is KeyboardInterrupt or not self._has_news:
             how = "Interrupted" if kind is KeyboardInterrupt else "Ended"
             print(f"{how} after {len(self.history['Train'])} iterations.", flush=True)
-        elif kind is None:
-            self._print_result()
+        elif kind is None and result:
+            print(result, flush=True)
         if self._workdir is not None:
             for writer in self._writers.values():
                 writer.close()
             print(f"Wrote {self._plot(self._workdir)} to {self._workdir}.", flush=True)
 
-    def _print_result(self) -> None:
-        """The end of the run in a line, and what it could have left."""
-        split = "Valid" if self.averages["Valid"] else "Train"
+    def _result(self) -> str:
+        """What the last whole epoch reached, and what could have been kept of the run."""
+        split = next((name for name in reversed(self.averages) if self.averages[name]), None)
+        if split is None:
+            return ""
         epochs = self.averages[split]
-        after = f"{len(epochs)} epoch{'' if len(epochs) == 1 else 's'}"
         hint = "" if self._workdir else " Nothing was kept; --workdir=FOLDER keeps all of a run."
-        print(f"{split} accuracy {epochs[-1].accuracy:.2f} % after {after}.{hint}", flush=True)
+        return f"{split} accuracy {epochs[-1].accuracy:.2f} % after epoch {len(epochs)}.{hint}"
 
     def _plot(self, folder: pathlib.Path) -> str:
         """Draws what there is, and says which files the folder holds now."""
