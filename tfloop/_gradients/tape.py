@@ -163,7 +163,7 @@ class Tape:
             got = "nothing to differentiate by"
             cause = "The block read no trainable variable. Call the model in it: `model(x)`."
             if wrt is not None:
-                cause = "All of it is frozen now. Thaw it: `model.trainable = True`."
+                cause = "All of it is frozen now. Unfreeze it: `model.trainable = True`."
             raise ValueError(_MSG_NO_GRADIENT.format(call=call, got=got, cause=cause))
         scaler = self._scaler
         seed = None if scaler is None else scaler.seed(loss)
