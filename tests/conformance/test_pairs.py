@@ -1,6 +1,6 @@
 """Programs times ways: what a step holds, and how it is run, never shows in a number.
 
-A part of the pairs is run, in which every program and every way occurs: one of 14, or one of three
+A part of the pairs is run, in which every program and every way occurs: one of 14, or one of four
 with TFLOOP_TEST_ALL=1, or all with TFLOOP_TEST_PAIRS=1. A pair that can't work is a row of one of
 the tables below; nothing is left out in silence.
 """
@@ -106,7 +106,7 @@ BY_CHANCE = [
     ("dropout_of_tensorflow_in_a_loss", *XLA_DRAWS),
 ]
 # One of so many pairs is run; each program has more ways than that.
-PART, MORE = 14, 3
+PART, MORE = 14, 4
 NTH = int(os.environ.get("TFLOOP_TEST_PAIRS", MORE if os.environ.get("TFLOOP_TEST_ALL") else PART))
 
 
