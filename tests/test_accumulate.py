@@ -795,7 +795,7 @@ def test_a_damaged_window_raises_and_changes_nothing(damage):
     ("call", "error", "match"),
     [
         (lambda net, window: GradientsAccumulator(reduction="avg"), ValueError, "str 'avg', exp"),
-        (lambda net, window: GradientsAccumulator(reduction=None), ValueError, "None, expected 's"),
+        (lambda net, window: GradientsAccumulator(reduction=None), ValueError, "None, expected 'm"),
         (
             lambda net, window: window.accumulate(net, {"dense.bias": tf.ones(2)}),
             TypeError,

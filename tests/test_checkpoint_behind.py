@@ -39,7 +39,7 @@ def held(monkeypatch):
 
 def state_of(net, optim):
     found = dict(tfloop.named_variables(net))
-    for number, group in enumerate(optim.records()):
+    for number, group in enumerate(optim._assembly.records()):
         found |= {f"{number}/{key}": variable for key, variable in group.variables().items()}
     return {path: variable.numpy() for path, variable in found.items()}
 
