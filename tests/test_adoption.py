@@ -34,9 +34,8 @@ def plain_loss(model, x, y):
     return cross_entropy(y, model(x, training=True)) + tf.add_n(model.losses)
 
 
-def plain_loop(epochs=1):
-    """The loop that is there: a tape, one Keras optimizer, a `tf.function`."""
-    model, adam = a_model(), keras.optimizers.Adam(RATE)
+def plain_step(model, adam):
+    """The step that is there: a tape, one Keras optimizer, a `tf.function`."""
 
     @tf.function
     def step(x, y):
@@ -46,6 +45,12 @@ def plain_loop(epochs=1):
         adam.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         return loss
 
+    return step
+
+
+def plain_loop(epochs=1):
+    model = a_model()
+    step = plain_step(model, keras.optimizers.Adam(RATE))
     losses = [float(step(x, y)) for _ in range(epochs) for x, y in BATCHES]
     return losses, values(model)
 
@@ -199,16 +204,8 @@ def test_only_checkpoint(plain, tmp_path):
 
 
 def test_only_the_data_loader(plain):
-    model, adam = a_model(), keras.optimizers.Adam(RATE)
-
-    @tf.function
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = plain_loss(model, x, y)
-        grads = tape.gradient(loss, model.trainable_variables)
-        adam.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        return loss
-
+    model = a_model()
+    step = plain_step(model, keras.optimizers.Adam(RATE))
     loader = tfloop.DataLoader((X, Y), batch_size=8)
     assert_equal(([float(step(x, y)) for x, y in loader], values(model)), plain)
 

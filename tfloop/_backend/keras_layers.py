@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfloop._backend.versions import unsupported
+from tfloop._backend.versions import required
 
 try:
     from keras.src.backend.common.global_state import get_global_attribute
@@ -29,7 +29,7 @@ _OF_FIT = {
 
 def tracked(layer: Any) -> list[Any]:
     """The variables, seed generators and layers that a layer holds itself, attributes or not."""
-    return [thing for name in _TRACKED for thing in _of_layer(layer, name, "what it tracks")]
+    return [thing for name in _TRACKED for thing in required(layer, name, _LAYER, "what it tracks")]
 
 
 def inner_layers(layer: Any) -> list[Any]:
@@ -37,7 +37,7 @@ def inner_layers(layer: Any) -> list[Any]:
     found: dict[int, Any] = {}
     waiting = [layer]
     while waiting:
-        for inner in _of_layer(waiting.pop(), "_layers", "its own layers"):
+        for inner in required(waiting.pop(), "_layers", _LAYER, "its own layers"):
             if id(inner) not in found:
                 found[id(inner)] = inner
                 waiting.append(inner)
@@ -49,7 +49,7 @@ def own_losses(layer: Any) -> list[Any]:
 
     Without the layers inside and without the penalties of variables, both of which `losses` has.
     """
-    return _of_layer(layer, "_get_own_losses", "the losses that its last call added")()
+    return required(layer, "_get_own_losses", _LAYER, "the losses that its last call added")()
 
 
 @contextlib.contextmanager
@@ -114,10 +114,3 @@ def snake_case(name: str) -> str:
 def _bare() -> tuple[Any, Any]:
     # Named, so that no automatic name is used up.
     return keras.layers.Layer(name="bare"), keras.Model(name="bare")
-
-
-def _of_layer(layer: Any, name: str, meaning: str) -> Any:
-    try:
-        return getattr(layer, name)
-    except AttributeError:
-        raise unsupported(name, _LAYER, meaning) from None

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfloop._backend.keras_variables import is_variable, tf_variable
-from tfloop._backend.versions import unsupported
+from tfloop._backend.versions import required, unsupported
 
 _OPTIMIZER = "keras.optimizers.Optimizer"
 _RATE = "_learning_rate"
@@ -32,10 +32,7 @@ def rate_of(optimizer: Optimizer) -> Any:
 
     The public `learning_rate` asks the schedule or function, for its own count of updates.
     """
-    try:
-        return optimizer._learning_rate
-    except AttributeError:
-        raise unsupported(_RATE, _OPTIMIZER, "what gives the rate") from None
+    return required(optimizer, _RATE, _OPTIMIZER, "what gives the rate")
 
 
 @contextlib.contextmanager
@@ -121,22 +118,16 @@ def is_decayed(optimizer: Optimizer, variable: tf.Variable) -> bool:
     excluded = getattr(optimizer, "_is_excluded_from_weight_decay", None)
     if excluded is not None:
         return not excluded(variable)
-    try:
-        used = optimizer._use_weight_decay
-    except AttributeError:
-        meaning = "whether a variable is excluded from weight decay"
-        raise unsupported("_use_weight_decay", _OPTIMIZER, meaning) from None
-    return used(variable)
+    meaning = "whether a variable is excluded from weight decay"
+    return required(optimizer, "_use_weight_decay", _OPTIMIZER, meaning)(variable)
 
 
 def decay_of(optimizer: Optimizer, variable: keras.Variable) -> float | None:
     """The weight decay of a variable that isn't excluded: Muon has one for each of its rules."""
     if isinstance(optimizer, kinds("Muon")) and own_decay(optimizer) is not None:
-        try:
-            by_adam = optimizer._should_use_adamw(variable)
-        except AttributeError:
-            meaning = "which of its rules a variable gets"
-            raise unsupported("_should_use_adamw", "keras.optimizers.Muon", meaning) from None
+        meaning = "which of its rules a variable gets"
+        uses_adam = required(optimizer, "_should_use_adamw", "keras.optimizers.Muon", meaning)
+        by_adam = uses_adam(variable)
         return optimizer.adam_weight_decay if by_adam else optimizer.weight_decay
     return optimizer.weight_decay
 
@@ -174,19 +165,13 @@ def nadam_product(optimizer: Optimizer) -> Any:
     """The product of momenta that Keras' Nadam moves once per update; `None` for others."""
     if not isinstance(optimizer, keras.optimizers.Nadam):
         return None
-    try:
-        return optimizer._u_product
-    except AttributeError:
-        meaning = "the product that is moved once per update"
-        raise unsupported("_u_product", "keras.optimizers.Nadam", meaning) from None
+    meaning = "the product that is moved once per update"
+    return required(optimizer, "_u_product", "keras.optimizers.Nadam", meaning)
 
 
 def moving_averages(optimizer: Optimizer) -> list[Any]:
     """The averages of an optimizer with `use_ema`, parallel to its variables; `None` for some."""
-    try:
-        return optimizer._model_variables_moving_average
-    except AttributeError:
-        raise unsupported(_AVERAGES, _OPTIMIZER, "the averages of `use_ema`") from None
+    return required(optimizer, _AVERAGES, _OPTIMIZER, "the averages of `use_ema`")
 
 
 def moving_average_of(optimizer: Optimizer, variable: tf.Variable) -> tf.Variable:
@@ -196,11 +181,8 @@ def moving_average_of(optimizer: Optimizer, variable: tf.Variable) -> tf.Variabl
 
 def index_of(optimizer: Optimizer, variable: Any) -> int:
     """The place of a variable in the lists that Keras keeps parallel to its variables."""
-    try:
-        return optimizer._get_variable_index(variable)
-    except AttributeError:
-        meaning = "the place of a variable in its lists"
-        raise unsupported("_get_variable_index", _OPTIMIZER, meaning) from None
+    meaning = "the place of a variable in its lists"
+    return required(optimizer, "_get_variable_index", _OPTIMIZER, meaning)(variable)
 
 
 def index_anew(optimizer: Optimizer, targets: Sequence[keras.Variable]) -> None:
@@ -253,9 +235,6 @@ def without_missing(
     optimizer: Optimizer, grads: Sequence[Any], variables: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The gradients that are there, and their variables; warns of the others as Keras does."""
-    try:
-        present = optimizer._filter_empty_gradients
-    except AttributeError:
-        meaning = "what leaves out missing gradients, with Keras' warning"
-        raise unsupported("_filter_empty_gradients", _OPTIMIZER, meaning) from None
+    meaning = "what leaves out missing gradients, with Keras' warning"
+    present = required(optimizer, "_filter_empty_gradients", _OPTIMIZER, meaning)
     return present(grads, variables)

@@ -4,7 +4,7 @@ import inspect
 import sys
 from typing import Any
 
-from tfloop._backend.versions import unsupported
+from tfloop._backend.versions import required, unsupported
 
 
 def refuses_flag(module: Any) -> bool:
@@ -12,10 +12,7 @@ def refuses_flag(module: Any) -> bool:
     sonnet = sys.modules.get("sonnet")
     if sonnet is None or not isinstance(module, sonnet.nets.MLP):
         return False
-    try:
-        return not module._dropout_rate
-    except AttributeError:
-        raise unsupported("_dropout_rate", "sonnet.nets.MLP", "its rate of dropout") from None
+    return not required(module, "_dropout_rate", "sonnet.nets.MLP", "its rate of dropout")
 
 
 def undecorated(method: Any) -> Any:

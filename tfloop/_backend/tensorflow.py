@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfloop._backend.versions import unsupported
+from tfloop._backend.versions import required
 
 
 class _NoTensor:
@@ -94,11 +94,7 @@ def outer_graph(graph: tf.Graph) -> tf.Graph | None:
     """The graph or eager context in which a function is traced; `None` for what is no function."""
     if not graph.building_function:
         return None
-    try:
-        return graph.outer_graph
-    except AttributeError:
-        meaning = "the graph in which it is traced"
-        raise unsupported("outer_graph", "tensorflow.Graph", meaning) from None
+    return required(graph, "outer_graph", "tensorflow.Graph", "the graph in which it is traced")
 
 
 def replica_graph() -> tf.Graph | None:

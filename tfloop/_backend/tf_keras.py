@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfloop._backend.versions import unsupported
+from tfloop._backend.versions import required
 
 _LAYER = "tf_keras.layers.Layer"
 _TRACKED = ("_trainable_weights", "_non_trainable_weights", "_self_tracked_trackables")
@@ -31,10 +31,8 @@ def has_named_layers(layer: Any) -> bool:
 
 def tracked(layer: Any) -> list[Any]:
     """The variables and layers that a layer holds itself, attributes or not."""
-    try:
-        found = [thing for name in _TRACKED for thing in getattr(layer, name)]
-    except AttributeError as error:
-        raise unsupported(error.name or "", _LAYER, "what it tracks") from None
+    lists = (required(layer, name, _LAYER, "what it tracks") for name in _TRACKED)
+    found = [thing for things in lists for thing in things]
     # Containers are among them, to which attributes lead.
     return [thing for thing in found if isinstance(thing, tf.Variable) or is_layer(thing)]
 

@@ -6,6 +6,7 @@
 import re
 import sys
 import warnings
+from typing import Any
 
 LOWEST = {"tensorflow": (2, 20), "keras": (3, 10)}
 """Where the range begins. With a Keras before 3.10 raw variables would never train, in silence."""
@@ -46,6 +47,18 @@ def check(found: dict[str, str]) -> None:
             f"not, report it, or run `pip install '{TESTED['keras']}'`.",
             stacklevel=2,
         )
+
+
+def required(thing: Any, name: str, owner: str, meaning: str) -> Any:
+    """A private attribute that we can't do without; its arguments are those of `unsupported`.
+
+    Raises:
+      RuntimeError: It isn't there.
+    """
+    try:
+        return getattr(thing, name)
+    except AttributeError:
+        raise unsupported(name, owner, meaning) from None
 
 
 def unsupported(name: str, owner: str, meaning: str) -> RuntimeError:

@@ -24,18 +24,15 @@ _MSG_KIND = "`{call}` takes {taken}: got {got}, expected {expected}. {cause}. Wr
 def texts(call: str, values: Iterable[Any], example: str) -> tuple[str, ...]:
     """Strings, sorted and once each, so that equal groups have equal texts and equal keys."""
     found = flat(values)
-    for text in found:
-        if not isinstance(text, str):
-            raise TypeError(
-                _MSG_KIND.format(
-                    call=call,
-                    taken="text",
-                    got=described(text),
-                    expected="a string",
-                    cause="Variables and layers have the constructors `from_ids` and `from_layers`",
-                    fix=f"`{example}`",
-                )
-            )
+    _check_kind(
+        call,
+        found,
+        lambda text: isinstance(text, str),
+        taken="text",
+        expected="a string",
+        cause="Variables and layers have the constructors `from_ids` and `from_layers`",
+        fix=f"`{example}`",
+    )
     if "" in found:
         raise ValueError(_MSG_EMPTY.format(call=call, what="an empty text", example=example))
     return tuple(sorted(set(_some(call, found, example))))
@@ -74,18 +71,16 @@ def ranks(call: str, values: Iterable[Any]) -> tuple[int, ...]:
     """Numbers of axes, sorted and once each."""
     example = "ParamGroup.from_rank(0, 1)"
     found = flat(values)
+    _check_kind(
+        call,
+        found,
+        lambda rank: isinstance(rank, numbers.Integral) and not isinstance(rank, bool),
+        taken="numbers of axes",
+        expected="an int",
+        cause="A matrix has 2, a vector 1, a scalar 0",
+        fix=f"`{example}`",
+    )
     for rank in found:
-        if isinstance(rank, bool) or not isinstance(rank, numbers.Integral):
-            raise TypeError(
-                _MSG_KIND.format(
-                    call=call,
-                    taken="numbers of axes",
-                    got=described(rank),
-                    expected="an int",
-                    cause="A matrix has 2, a vector 1, a scalar 0",
-                    fix=f"`{example}`",
-                )
-            )
         if rank < 0:
             raise ValueError(
                 f"`{call}` got a negative rank: got {rank}, expected 0 or more. Ranks are counted, "
@@ -114,38 +109,31 @@ def variables(call: str, values: Any) -> tuple[Variable, ...]:
     """Variables themselves; a single one is fine."""
     single = is_variable(values) or not isinstance(values, Iterable)
     found = [values] if single else list(values)
-    for variable in found:
-        if not is_variable(variable):
-            raise TypeError(
-                _MSG_KIND.format(
-                    call=call,
-                    taken="the variables themselves",
-                    got=described(variable),
-                    expected="a keras.Variable or a tf.Variable",
-                    cause="Paths have constructors of their own",
-                    fix="`ParamGroup.from_ids(layer.trainable_variables)` or "
-                    "`tfloop.ParamGroup.from_path('encoder.kernel')`",
-                )
-            )
+    _check_kind(
+        call,
+        found,
+        is_variable,
+        taken="the variables themselves",
+        expected="a keras.Variable or a tf.Variable",
+        cause="Paths have constructors of their own",
+        fix="`ParamGroup.from_ids(layer.trainable_variables)` or "
+        "`tfloop.ParamGroup.from_path('encoder.kernel')`",
+    )
     return tuple(_some(call, found, "ParamGroup.from_ids(layer.trainable_variables)"))
 
 
 def layers(call: str, values: Iterable[Any]) -> tuple[Any, ...]:
     """Layers or modules themselves, taken out of their views."""
     found = [unwrap(layer) for layer in flat(values)]
-    for layer in found:
-        if not is_model(layer):
-            raise TypeError(
-                _MSG_KIND.format(
-                    call=call,
-                    taken="the layers themselves",
-                    got=described(layer),
-                    expected="a Keras layer or a tf.Module",
-                    cause="Names and variables have constructors of their own",
-                    fix="`ParamGroup.from_layers(model.encoder)` or "
-                    "`tfloop.ParamGroup.from_name('encoder')`",
-                )
-            )
+    _check_kind(
+        call,
+        found,
+        is_model,
+        taken="the layers themselves",
+        expected="a Keras layer or a tf.Module",
+        cause="Names and variables have constructors of their own",
+        fix="`ParamGroup.from_layers(model.encoder)` or `tfloop.ParamGroup.from_name('encoder')`",
+    )
     return tuple(_some(call, found, "ParamGroup.from_layers(model.encoder)"))
 
 
@@ -178,6 +166,14 @@ def shown(parts: tuple[Any, ...]) -> str:
 def flat(values: Iterable[Any]) -> list[Any]:
     """One level of lists and tuples opened."""
     return [v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def _check_kind(
+    call: str, values: Iterable[Any], is_right: Callable[[Any], bool], **words: str
+) -> None:
+    for value in values:
+        if not is_right(value):
+            raise TypeError(_MSG_KIND.format(call=call, got=described(value), **words))
 
 
 def _some(call: str, values: list[Any], example: str) -> list[Any]:
